@@ -129,7 +129,6 @@ class _Events:
         return [named("error", anthropic_error(renamed(error, NAMES)))]
 
     def _begun(self) -> list[bytes]:
-        """The first event, once."""
         return [] if self._writer.begun else _framed(self._writer.begin(self._answering.usage()))
 
 
@@ -138,5 +137,5 @@ def _writer(answering: Answering) -> MessageWriter:
 
 
 def _framed(events: Iterable[Event]) -> list[bytes]:
-    """With the names they have in a stream: their types."""
+    """Encode events, named in the stream by their types."""
     return [named(str(event.__struct_config__.tag), event) for event in events]

@@ -39,9 +39,9 @@ NAMES = (
     (r"max_completion_tokens", "max_tokens"),
     (r"n", "max_tokens"),
 )
-"""As `error_shapes.renamed` takes them."""
+"""Patterns for `error_shapes.renamed`."""
 ERROR_MARK = "Error: "
-"""Before the result of a tool that failed: chat templates have no other place for `is_error`."""
+"""Prefix of a failed tool's result: chat templates have no other place for `is_error`."""
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -143,7 +143,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
-    """The chat completion that this body says. Raises `RequestError`."""
+    """Convert the body to a chat completion. Raises `RequestError`."""
     _refuse_unsupported(body)
     messages = [*_system(body.system), *_chat_messages(body.messages)]
     choice = body.tool_choice
@@ -194,7 +194,8 @@ def _system(system: str | list[InputBlock] | None) -> list[dict[str, Any]]:
 
 
 def _chat_messages(messages: Sequence[InputMessage]) -> Iterator[dict[str, Any]]:
-    """Neighbours of one role are one turn, as Anthropic's API has it; results of tools are messages of their own."""
+    """Convert messages. Neighbours of one role are one turn, as in Anthropic's API; tool results are messages of their
+    own."""
     for role, group in groupby(enumerate(messages), key=lambda each: each[1].role):
         placed = [
             (block, f"messages[{number}].content[{place}]")

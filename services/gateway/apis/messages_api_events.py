@@ -124,7 +124,7 @@ class MessageWriter:
         self.begun = False
 
     def begin(self, usage: Usage) -> Iterator[Event]:
-        """Once the prompt's tokens are counted; nothing when repeated."""
+        """Start the message, once the prompt's tokens are counted. Nothing happens when repeated."""
         if not self.begun:
             self.begun = True
             yield MessageStart(
@@ -151,8 +151,8 @@ class MessageWriter:
     def message(
         self, finish: FinishReason, stop_string: str | None, usage: Usage, extras: Extras | UnsetType = UNSET
     ) -> MessageAnswer:
-        """The whole answer. Arguments that are no JSON object, as the model wrote them so or was cut off, are text: a
-        client must not run what was not asked for."""
+        """Return the whole answer. Arguments that are no JSON object become text: a client must not run a call that is
+        malformed or cut off."""
         content = [_block(block) for block in self._blocks]
         reason = self._stop_reason(finish, stop_string)
         if reason == "tool_use" and not any(isinstance(block, ToolUseBlock) for block in content):

@@ -52,8 +52,8 @@ class OpenAiApi:
         return await self._generator.serve(self._chats, request)
 
     async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
-        """One line of a batch, as if its body had been posted: best effort, offline, behind all online requests. Raises
-        `RequestError` with the status the body would get."""
+        """Answer one line of a batch as if its body had been posted: best effort, offline, after all online requests.
+        Raises `RequestError` with the status that the post would get."""
         generator = self._generator
         asked = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
         if asked.call.stream:
@@ -67,7 +67,7 @@ class OpenAiApi:
 
 
 class _Chunks:
-    """One of the two."""
+    """Endpoint of completions or of chats."""
 
     kind: Kind = "chunks"
     quiet_s: float | None = None
@@ -136,10 +136,10 @@ class ChunkWriter:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        """What stands before and behind the text of a choice's plain events, quotes left out."""
+        """Bytes before and after the text of a choice's plain events, quotes left out."""
 
     def plain(self, index: int, text: str) -> bytes:
-        """It differs from the one before by its text alone, so the rest is encoded once per choice."""
+        """Return the event of a text. All the rest is encoded once per choice."""
         around = self._around.get(index)
         if around is None:
             mark = uuid.uuid4().hex

@@ -115,7 +115,7 @@ class Probes:
         return _json(self._model(self._card.adapter_of(name)))
 
     def _model(self, adapter: str = "") -> ModelObject:
-        """The base model, or one of its adapters."""
+        """Return the base model, or one of its adapters."""
         card = self._card
         return ModelObject(
             id=adapter or card.name,

@@ -60,7 +60,7 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 
 @dataclass(kw_only=True)
 class _Asked(Asked):
-    """Also the items of its conversation, and what became of its response."""
+    """Request with the items of its conversation, and the task that keeps its response."""
 
     api: ResponsesApi
     owner: str
@@ -68,7 +68,7 @@ class _Asked(Asked):
     items: list[InputItem]
     kept: bool | None = None
     keeping: asyncio.Task[bool] | None = None
-    """Whoever is at the end first has it kept."""
+    """Task that keeps the response, started by whoever reaches the end first."""
 
     def beside(self) -> bytes:
         return _encode(self.items)
@@ -130,7 +130,7 @@ class ResponsesApi:
             raise renamed(error, NAMES) from error
 
     async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
-        """`beside`: the items as they were written down; the responses before may be gone."""
+        """Parse a body; `beside` has the items as first read, as earlier responses may be gone."""
         reader = self._generator.reader
 
         def again() -> _Asked:
@@ -166,7 +166,7 @@ class ResponsesApi:
     async def ended(
         self, asked: _Asked, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
-        """The whole response, which is kept by then if it says so."""
+        """Return the whole response, kept by then if it asks to be."""
         asked.completed_at = asked.completed_at or int(self._generator.host.clock.wall_s())
         response = writer.response(finish, answering.usage(), asked.completed_at, answering.extras([0]))
         if asked.kept is None:
@@ -202,7 +202,7 @@ class ResponsesApi:
         return web.Response(body=_encode(DeletedResponse(response_id)), content_type="application/json")
 
     async def input_items(self, request: web.Request) -> web.Response:
-        """All that the response was made from, the responses before it included; newest first unless asked."""
+        """Return all that the response was made from, earlier responses included; newest first by default."""
         query = query_of(request, "limit", "order", "after", "include", "include[]")
         limit, order = limit_of(query, default=20, most=100), query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -219,7 +219,7 @@ class ResponsesApi:
         return web.Response(body=_encode(page), content_type="application/json")
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Raises: a response that is kept has ended."""
+        """Refuse: a response that is kept has ended."""
         await self.kept.get(known_id(request.match_info["id"]), request[OWNER])
         raise RequestError("Only a response made in the background can be cancelled; background is not served here.")
 
@@ -250,8 +250,8 @@ class _Events:
         return _framed(self._writer.begin())
 
     async def end(self) -> list[bytes]:
-        """A stream that was not kept before its client left is kept all the same: the client may come back for its
-        end."""
+        """End the stream. A response not kept before its client left is kept all the same: the client may come back for
+        it."""
         response = await self._asked.api.ended(self._asked, self._answering, self._writer, self._finish)
         return _framed([self._writer.final(response)])
 
@@ -260,12 +260,12 @@ class _Events:
 
 
 def _framed(events: Iterable[Event]) -> list[bytes]:
-    """With the names they have in a stream: their types."""
+    """Encode events, named in the stream by their types."""
     return [named(event.type, event) for event in events]
 
 
 async def _logprobs(answering: Answering, step: Step) -> bytes:
-    """Of the step's tokens, as JSON without the list's brackets."""
+    """Return the log-probabilities of the step's tokens, as JSON without the list's brackets."""
     scores = await answering.scores(0, first=step.first)
     if not isinstance(scores, ChatScores):
         return b""

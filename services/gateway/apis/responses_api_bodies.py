@@ -39,7 +39,7 @@ NAMES = (
     (r"messages", "input"),
     (r"max_(completion_)?tokens", "max_output_tokens"),
 )
-"""As `error_shapes.renamed` takes them."""
+"""Patterns for `error_shapes.renamed`."""
 LOGPROBS = "message.output_text.logprobs"
 _NOTHING_THERE = ("reasoning.encrypted_content",)
 """Parts that may be asked for, of items that no answer here has."""
@@ -155,14 +155,15 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
-    """The body's own items in their long form, each with an id. Raises `RequestError` for one that is not read here."""
+    """Return the body's own items in long form, each with an id. Raises `RequestError` for an unsupported one."""
     if isinstance(body.input, str):
         return [_item(InputItem(role="user", content=body.input), "input")]
     return [_item(item, f"input[{index}]") for index, item in enumerate(body.input)]
 
 
 def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
-    """The chat completion that this body says; `items`: of the conversation, its own last. Raises `RequestError`."""
+    """Convert the body to a chat completion; `items` is the conversation, the body's own last. Raises
+    `RequestError`."""
     _refuse_unsupported(body)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*instructions, *_chat_messages(items)]
@@ -281,7 +282,7 @@ def _part(part: ContentPart, where: str) -> str:
 
 
 def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
-    """What the assistant said and called between two other items is one message."""
+    """Convert items. What the assistant wrote and called between two other items is one message."""
     for ours, group in groupby(items, key=lambda item: item.type == "function_call" or item.role == "assistant"):
         if ours:
             yield _turn(group)

@@ -185,7 +185,7 @@ Event = ResponseEvent | ItemEvent | PartEvent | TextDelta | TextDone | Arguments
 def asked_response(
     body: ResponsesBody, *, response_id: str, created_at: int, model: str, store: bool, temperature: float, top_p: float
 ) -> ResponseObject:
-    """The response before its first token. `temperature` and `top_p` as they are sampled with."""
+    """Return the response before its first token, with `temperature` and `top_p` as sampled."""
     return ResponseObject(
         id=response_id,
         created_at=created_at,
@@ -251,14 +251,14 @@ class ResponseWriter:
         self.begun = False
 
     def begin(self) -> Iterator[Event]:
-        """Nothing when repeated."""
+        """Start the response. Nothing happens when repeated."""
         if not self.begun:
             self.begun = True
             yield ResponseEvent("response.created", self._next(), self.asked)
             yield ResponseEvent("response.in_progress", self._next(), self.asked)
 
     def take(self, piece: Piece, logprobs: bytes = b"") -> Iterator[Event]:
-        """`logprobs`: of the piece's tokens, as JSON without the list's brackets."""
+        """Take a piece; `logprobs` is JSON without the list's brackets."""
         calls = list(piece.calls)
         while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
             yield from self._argue(calls.pop(0))
@@ -269,7 +269,7 @@ class ResponseWriter:
             yield from self._argue(call)
 
     def close(self, finish: FinishReason) -> Iterator[Event]:
-        """The end of the last item. An answer without a word is an empty message."""
+        """End the last item. An empty answer is an empty message."""
         if not self._items:
             yield from self._open(_Message(self._new_id("msg")))
         yield from self._end_item("incomplete" if finish is FinishReason.LENGTH else "completed")
@@ -277,7 +277,7 @@ class ResponseWriter:
     def response(
         self, finish: FinishReason, usage: Usage, completed_at: int, extras: Extras | UnsetType = UNSET
     ) -> ResponseObject:
-        """The whole answer; once it is closed."""
+        """Return the whole response, after `close`."""
         cut = finish is FinishReason.LENGTH
         return msgspec.structs.replace(
             self.asked,
@@ -290,7 +290,7 @@ class ResponseWriter:
         )
 
     def final(self, response: ResponseObject) -> Event:
-        """Of a response as `response` makes it."""
+        """Return the last event, for what `response` returned."""
         return ResponseEvent(f"response.{response.status}", self._next(), response)
 
     def failed(self, error: RequestError) -> Event:
@@ -333,7 +333,7 @@ class ResponseWriter:
             yield ArgumentsDelta(kind, self._next(), last.id, self._index, call.arguments)
 
     def _new_id(self, prefix: str) -> str:
-        """Of the item that is opened next: the same whenever this response is written."""
+        """Return the id of the next item: the same whenever this response is written."""
         return f"{prefix}_{stable_id(self.asked.id, len(self._items))}"
 
     @property

@@ -57,7 +57,7 @@ class KeptResponses:
 
     @asynccontextmanager
     async def opened(self, database: Path, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
-        """Raises `ConfigError` for a database of another version."""
+        """Open the database. Raises `ConfigError` for one of another version."""
         self._log = log
         store = await self._open(database) if self.keeps else None
         if store is None:
@@ -75,33 +75,33 @@ class KeptResponses:
             await asyncio.to_thread(store.close)
 
     async def add(self, row: StoredResponse) -> bool:
-        """Whether it is kept."""
+        """Add a response; return whether it is kept."""
         try:
             return await self._run(lambda store: store.add(row))
         except RequestError:
             return False
 
     async def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Raises a 404 `RequestError`."""
+        """Return a response. Raises a 404 `RequestError`."""
         row = await self._run(lambda store: store.get(response_id, owner, self._clock.wall_s()))
         if row is None:
             raise _unknown(response_id, "response_id")
         return row
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Raises a 404 `RequestError`."""
+        """Delete a response. Raises a 404 `RequestError`."""
         if not await self._run(lambda store: store.delete(response_id, owner, self._clock.wall_s())):
             raise _unknown(response_id, "response_id")
 
     async def items(self, response_id: str, owner: str) -> list[InputItem]:
-        """What the response was made from. Raises a 404 `RequestError`."""
+        """Return what the response was made from. Raises a 404 `RequestError`."""
         items = await self._run(lambda store: _read_items(store, response_id, owner, self._clock.wall_s()))
         if items is None:
             raise _unknown(response_id, "response_id")
         return items[0]
 
     async def conversation(self, response_id: str, owner: str) -> list[InputItem]:
-        """What the response was made from, and what it said. Raises a 404 `RequestError`."""
+        """Return what the response was made from, and its output. Raises a 404 `RequestError`."""
         items = await self._run(lambda store: _read_items(store, response_id, owner, self._clock.wall_s()))
         if items is None:
             raise _unknown(response_id, "previous_response_id")
@@ -147,7 +147,7 @@ class KeptResponses:
             return None
 
     async def _sweep(self, store: OnThread[ResponseStore]) -> None:
-        """A clock that jumps deletes nothing early, as with batches."""
+        """Delete old responses. As with batches, a clock that jumps deletes nothing early."""
         guard = SweepGuard(await store.run(ResponseStore.swept_at_s))
         while True:
             now_s = self._clock.wall_s()
@@ -160,7 +160,7 @@ class KeptResponses:
 def _read_items(
     store: ResponseStore, response_id: str, owner: str, now_s: float
 ) -> tuple[list[InputItem], list[InputItem]] | None:
-    """On the store's thread: a conversation may be long."""
+    """Return a response's items and output, decoded on the store's thread, as a conversation may be long."""
     row = store.get(response_id, owner, now_s)
     return None if row is None else (_items.decode(row.items), _answered.decode(row.response).output)
 

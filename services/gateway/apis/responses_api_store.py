@@ -16,7 +16,7 @@ from cohort.common.sqlite_file import opened, transaction
 
 SCHEMA_VERSION = 1
 ROW_BYTES = 256
-"""Of a response besides its JSON: ids, times, index entries."""
+"""Size of a response besides its JSON: ids, times, index entries."""
 SHRINK_PAGES = 1024  # given back to the disk at once, 4 MiB
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
@@ -52,8 +52,8 @@ class ResponseStore:
     """One open database. Not for two threads at a time."""
 
     def __init__(self, path: Path, *, most: int, most_bytes: int, owner_share: float, retention_s: float) -> None:
-        """Opens or creates it. Raises `ConfigError` for a database of another version, `sqlite3.Error` for one that
-        cannot be used."""
+        """Open or create the database. Raises `ConfigError` for another version, `sqlite3.Error` for one that cannot be
+        used."""
         self._retention_s = retention_s
         self._most = most
         self._most_bytes = most_bytes
@@ -84,7 +84,7 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str, owner: str, now_s: float) -> StoredResponse | None:
-        """None also for another owner's response and for one that is too old."""
+        """Return a response; None also for another owner's and for one that is too old."""
         row = self._db.execute(
             "SELECT id, owner, created_at, response, items FROM responses "
             "WHERE id = ? AND owner = ? AND created_at > ?",
@@ -93,7 +93,7 @@ class ResponseStore:
         return None if row is None else StoredResponse(*row)
 
     def delete(self, response_id: str, owner: str, now_s: float) -> bool:
-        """Whether there was one."""
+        """Delete a response; return whether there was one."""
         changed = self._db.execute(
             "DELETE FROM responses WHERE id = ? AND owner = ? AND created_at > ?",
             (response_id, owner, now_s - self._retention_s),
@@ -108,12 +108,12 @@ class ResponseStore:
         self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` frees a single page
 
     def swept_at_s(self) -> float | None:
-        """The wall clock at the last sweep, of this process or an earlier one."""
+        """Return the wall clock at the last sweep, of this process or an earlier one; None before the first."""
         row = self._db.execute("SELECT value FROM meta WHERE name = 'swept_at'").fetchone()
         return None if row is None else float(row[0])
 
     def in_use(self) -> tuple[int, int]:
-        """Responses and their bytes."""
+        """Return the number of responses and their bytes."""
         return self._in_use(None)
 
     def _in_use(self, owner: str | None) -> tuple[int, int]:

@@ -44,12 +44,12 @@ from cohort.services.gateway.keys.usage import UsageBook
 
 USAGE_PATH = "/v1/usage"
 _NO_GENERATION = ("/v1/files", "/v1/batches")
-"""What is posted here generates nothing by itself."""
+"""Paths that generate nothing by themselves."""
 _DEFAULT_DAYS = 30
 SLO_KEYS = 100
 """Keys with series of their own in cohort_key_slo_requests_total: each has up to twelve."""
 OTHER_KEYS = "other"
-"""Stands for the keys without series of their own."""
+"""Label of the keys without series of their own."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -59,7 +59,7 @@ class UsageList(msgspec.Struct, frozen=True):
 
 
 class KeyMetrics:
-    """By the key's name: as many as there are keys; of SLOs, which have several series each, for `SLO_KEYS` at most."""
+    """Metrics by the key's name; SLOs, which have several series each, for `SLO_KEYS` keys at most."""
 
     def __init__(self, make: MetricFactory) -> None:
         by_key = ("key",)
@@ -76,7 +76,7 @@ class KeyMetrics:
         )
 
     def judged(self, name: str, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:
-        """The first keys that come have series of their own; the others share those of `other`."""
+        """Count SLO outcomes. The first keys that come have series of their own, the others share `other`."""
         if len(self._slo_names) < SLO_KEYS:
             self._slo_names.add(name)
         label = name if name in self._slo_names else OTHER_KEYS
@@ -101,8 +101,7 @@ class Tenants:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """The database of usage is open, and the table of several gateways; nothing is written where no keys are asked
-        for. Raises `ConfigError`."""
+        """Open the database of usage and the shared table; neither where no keys are required. Raises `ConfigError`."""
         if self._keyring.required:
             await self._usage.open()
         try:
@@ -119,7 +118,7 @@ class Tenants:
         return 1.0 if key is None else key.weight
 
     def budget(self, key: Key, traffic_class: TrafficClass) -> KeyBudget:
-        """With the limits that the key has now."""
+        """Return the key's budget, with the limits that it has now."""
         place, now_s = (key.id, traffic_class), self._clock.now_s()
         limits = key.limits(traffic_class)
         known = self._budgets.get(place)
@@ -142,7 +141,7 @@ class Tenants:
     # -- Around requests -------------------------------------------------------------------------------------------
 
     def middleware(self) -> Middleware:
-        """Behind `require_key`, before everything that looks at a body."""
+        """Return the middleware, to follow `require_key` and precede all that reads a body."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -162,7 +161,7 @@ class Tenants:
         return middleware
 
     async def name_limits(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For the signal before an answer's headers leave, whichever way it came about."""
+        """Add the limits' headers to an answer, before its headers are sent."""
         key = request.get(KEY)
         if key is not None:
             lease = request.get(LEASE)
@@ -170,8 +169,8 @@ class Tenants:
             response.headers.update(budget.headers(self._clock.now_s(), self._clock.wall_s()))
 
     def lines(self, answer: AnswerLine) -> AnswerLine:
-        """`answer` for lines of batches, within their key's best-effort limits. Raises `KeyLimited` too, and 401 for
-        the line of a key of the file that is good no more."""
+        """Wrap `answer` for lines of batches, within their key's best-effort limits. Raises `KeyLimited` too, and 401
+        for a line whose key in the file is no longer valid."""
 
         async def answered(data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
             key = self._keyring.of_owner(caller.owner)
@@ -192,7 +191,8 @@ class Tenants:
         return answered
 
     def lease_of(self, owner: str, traffic_class: TrafficClass) -> Lease | None:
-        """Held, for a request that goes on here; None where its owner has no key. Raises `KeyLimited`."""
+        """Return a held lease for a request that is resumed here; None where its owner has no key. Raises
+        `KeyLimited`."""
         key = self._keyring.of_owner(owner)
         if key is None:
             return None
@@ -211,7 +211,7 @@ class Tenants:
                 return self._default_class  # a wrong word is refused when the body is read
 
     def _lease(self, key: Key, traffic_class: TrafficClass, *, refusals: bool = True) -> Lease:
-        """`refusals` False: it comes again by itself, and is no refused request."""
+        """Return a new lease. A refusal is not counted with `refusals` False: the request retries by itself."""
         try:
             lease = Lease(lambda each: self.budget(key, each), traffic_class, self._clock)
         except KeyLimited:
@@ -252,7 +252,7 @@ class Tenants:
         return [web.get(USAGE_PATH, self.usage)]
 
     async def usage(self, request: web.Request) -> web.Response:
-        """`days` (30): today and so many before it. `keys=all`: of every key, for one that is an admin's."""
+        """Return usage by day: `days` (30) counts today and those before; `keys=all` covers every key, for admins."""
         key = request.get(KEY)
         if key is None:
             raise RequestError("This server asks for no API keys: there is no usage of any.", status=404)
@@ -274,7 +274,7 @@ class Tenants:
 
 
 def _generates(request: web.Request) -> bool:
-    """A request that works: POST under /v1, but for files and batches, whose lines are counted one by one."""
+    """Return whether a request generates: POST under /v1 except files and batches, whose lines count one by one."""
     path = request.path
     return (
         request.method == "POST"

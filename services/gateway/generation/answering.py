@@ -56,32 +56,32 @@ QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
 
 
 class Writer(Protocol):
-    """How an API says one answer: events as bytes, in order. None of them = nothing to say."""
+    """Format of one answer: turns its steps into the events of an API, in order. An empty list sends nothing."""
 
     @property
     def at_once(self) -> bool:
         """`plain` can be asked now."""
 
     def plain(self, index: int, text: str) -> bytes:
-        """The event of a piece that is text alone, of a choice that has begun."""
+        """Return the event of a piece that is text alone, for a choice that has begun."""
 
     async def take(self, index: int, step: Step) -> list[bytes]: ...
 
     def quiet(self) -> list[bytes]:
-        """Nothing came for a while."""
+        """Return the events for a stream that has been idle for `quiet_s`."""
 
     async def end(self) -> list[bytes]:
-        """All choices have ended."""
+        """Return the last events, when all choices have ended."""
 
     def failed(self, error: RequestError) -> list[bytes]:
-        """The end too."""
+        """Return the events of a failure, the stream's end included."""
 
 
 class Sink(Protocol):
-    """Where the events of an answer go."""
+    """Destination of an answer's events."""
 
     keeps_up: bool
-    """What is sent `soon` does not pile up."""
+    """Whether events sent by `soon` leave without queueing up."""
 
     def soon(self, event: bytes) -> None: ...
 
@@ -89,7 +89,7 @@ class Sink(Protocol):
 
 
 class Nowhere:
-    """There is no client."""
+    """Sink without a client."""
 
     keeps_up = False
 
@@ -115,21 +115,20 @@ class Outlet:
         self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
         self._something = asyncio.Event()
         self.waits = False
-        """All that came so far is with the client, or on its way there."""
+        """Whether all that came so far is with the client, or on its way there."""
         self._answering: Answering | None = None
-        """Set while plain tokens may be written at once, to these."""
+        """Answer whose plain tokens may be written at once; None while they may not."""
         self._writer: Writer
         self._sink: Sink
         self._choices: dict[int, Choice] = {}
-        """That have begun."""
+        """Choices that have begun."""
         self._defect: Exception | None = None
-        """Of ours, for `run` to raise."""
+        """Internal error that `run` raises."""
         self._heard_s = 0.0
         self._time: Callable[[], float] | None = None
-        """Where it matters when something was heard."""
+        """Clock, set while the time of the last delta matters."""
 
     def put_tokens(self, index: int, tokens: list[int]) -> None:
-        """Tokens of this choice, and nothing else."""
         if self.waits and self._written(index, tokens):
             return
         self.put(Delta(index, tokens))
@@ -143,8 +142,8 @@ class Outlet:
         self._something.set()
 
     async def run(self, answering: Answering, writer: Writer, sink: Sink, quiet_s: float | None = None) -> None:
-        """Until all choices have ended. `quiet_s`: after so long without anything the writer is asked what to say.
-        Raises the `RequestError` with which a choice fails."""
+        """Answer until all choices have ended. After `quiet_s` without a delta `Writer.quiet` is sent. Raises the
+        `RequestError` with which a choice fails."""
         if self.at_once and answering.plain:
             self._answering, self._writer, self._sink = answering, writer, sink
         try:
@@ -155,9 +154,9 @@ class Outlet:
         await sink.send(await writer.end())
 
     async def steps(self, answering: Answering, quiet_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
-        """Every delta of every choice as text, by the choice's index, until all have ended (`answering.ended`); `QUIET`
-        whenever nothing came for `quiet_s` seconds. Raises the `RequestError` with which a choice fails, behind the
-        tokens that came before."""
+        """Yield every delta as text, with its choice's index, until all choices have ended (`answering.ended`); `QUIET`
+        after every `quiet_s` without a delta. Raises the `RequestError` with which a choice fails, after the tokens
+        that came before."""
         ended = answering.ended
         while len(ended) < len(answering.choices):
             arrived = await self._next(quiet_s)
@@ -178,7 +177,7 @@ class Outlet:
                     raise delta.error
 
     def _written(self, index: int, tokens: list[int]) -> bool:
-        """At once, an event for each token that completes a character. False: nothing was done."""
+        """Write at once, with an event for each token that completes a character. Return False if nothing was done."""
         answering = self._answering
         if answering is None or not self._sink.keeps_up or not self._writer.at_once:
             return False
@@ -200,7 +199,7 @@ class Outlet:
         return True
 
     async def _next(self, quiet_s: float | None) -> Delta | None:
-        """None: nothing came for so long."""
+        """Return the next delta, or None if none came within `quiet_s`."""
         if quiet_s is None or self._ready:
             return await self._arrived()
         self._time = asyncio.get_running_loop().time
@@ -215,7 +214,7 @@ class Outlet:
                 heard_s = self._heard_s
 
     async def _arrived(self) -> Delta:
-        """Waits without a deadline of its own: the ledger ends every request by its deadline at the latest."""
+        """Wait for a delta, without a deadline: the ledger ends every request by its own."""
         while not self._ready:
             self._something.clear()
             self.waits = True
@@ -230,7 +229,7 @@ class Outlet:
 
 @dataclass(slots=True)
 class Mean:
-    """Of the log-probabilities of a choice's tokens, as far as they were asked for."""
+    """Mean log-probability of a choice's tokens, over those that were scored."""
 
     total: float = 0.0
     count: int = 0
@@ -265,34 +264,33 @@ class Answering:
     stop: Callable[[int], None]
     """A stop string ended this choice."""
     outlet: Outlet = field(default_factory=Outlet)
-    """Where its tokens come out."""
     singly: bool = False
     """One step for each token, however many come at once: the steps are then those of every rendering, and an answer
     that ends with its first call has no token behind it."""
     readers: list[ToolReader] = field(default_factory=list)
-    """One per choice where calls of tools are read."""
+    """Readers of tool calls, one per choice; empty where calls are not read."""
     begun: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Choices of a stream that are complete."""
     _unsent: dict[int, list[ScoredToken]] = field(default_factory=dict)
     """Log-probabilities of text that is held back as it may be a call."""
     _echo_scores: dict[int, Scores] = field(default_factory=dict)
-    """By the first choice of a prompt."""
+    """Scores of echoed prompts, by the first choice of the prompt."""
     _prompt_logprobs: dict[int, msgspec.Raw] = field(default_factory=dict)
-    """Likewise."""
+    """Scored prompts as vLLM writes them, by the first choice of the prompt."""
     _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
-    """By the same: deltas of its other choices that came before its prompt was scored."""
+    """Deltas of a prompt's other choices that came before its scores, by the first choice of the prompt."""
 
     @property
     def plain(self) -> bool:
-        """Nothing but its text has to be said of a token, nothing to be looked for in it."""
+        """Whether an answer is its text alone, without scores, usage, stop strings or calls."""
         call = self.call
         scored = call.shows_logprobs or call.scores_prompt or call.sampling.logprobs >= 0
         return not (scored or call.continuous_usage or call.stop_strings or self.readers)
 
     def due(self, delta: Delta) -> list[Delta]:
-        """The deltas to answer now: none as long as the prompt is not scored, else this one and those that waited for
-        the scores."""
+        """Return the deltas to answer now: none until the prompt is scored, then those that waited for its scores
+        too."""
         ready = self._ready(delta)
         return [part for each in ready for part in each.singly()] if self.singly else ready
 
@@ -311,7 +309,7 @@ class Answering:
         return []
 
     def next(self, delta: Delta) -> Step:
-        """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
+        """Return the delta as text. A stop string ends the choice; an echoed prompt comes with the first text."""
         index, tokens, finish = delta.index, delta.tokens, delta.finish
         if self.call.max_tokens == 0 and finish is not None:
             tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not asked for
@@ -329,7 +327,7 @@ class Answering:
         return Step(piece, finish, first)
 
     def _read_calls(self, index: int, piece: Piece, finish: FinishReason | None) -> Piece:
-        """The piece without the text of its calls, and with these."""
+        """Return the piece with the tool calls in its text parsed out."""
         reader = self.readers[index]
         found = reader.feed(piece.text)
         calls: Sequence[CallDelta] = found.calls
@@ -345,12 +343,11 @@ class Answering:
         return Piece(content, scores, stopped, calls, called=reader.calls > 0)
 
     def unique_id(self) -> str:
-        """32 hexadecimal digits that every rendering of this answer has, here and at another gateway, and no other
-        answer."""
+        """Return this answer's id, 32 hexadecimal digits: the same for every rendering, on another gateway too."""
         return stable_id(self.base_id, repr(self.created_s))
 
     def usage(self) -> Usage:
-        """Over all choices; each prompt counts once, however many choices it has."""
+        """Return the usage of all choices. A prompt counts once, however many choices it has."""
         entries = self.generation.entries[:: self.call.n]
         return usage_of(
             sum(entry.request.prompt_tokens for entry in entries),
@@ -359,7 +356,7 @@ class Answering:
         )
 
     def used(self) -> tuple[int, int]:
-        """Prompt and completion tokens that were worked for; a prompt from the time on that a worker had it."""
+        """Return prompt and completion tokens used. A prompt counts as soon as a worker has it."""
         entries, n = self.generation.entries, self.call.n
         placed = (entries[first] for first in range(0, len(entries), n) if _placed(entries[first : first + n]))
         return sum(entry.request.prompt_tokens for entry in placed), sum(choice.tokens for choice in self.choices)
@@ -369,7 +366,7 @@ class Answering:
         return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens)
 
     def extras(self, indexes: Iterable[int], *, renumbered: bool = False) -> Extras:
-        """Of these choices; `renumbered`: they are counted anew, in this order."""
+        """Return the extras of these choices; `renumbered` counts them from 0 in this order."""
         extras = []
         for place, index in enumerate(indexes):
             entry, choice = self.generation.entries[index], self.choices[index]
@@ -380,8 +377,8 @@ class Answering:
         return Extras(extras)
 
     async def scores(self, index: int, *, first: bool) -> Scores | None:
-        """For the log-probabilities of a choice, empty; where the answer begins, behind its prompt's. None: no client
-        wants any."""
+        """Return an empty list for a choice's log-probabilities; an echoed prompt's come first where the answer begins
+        (`first`). None if the client wants none."""
         if not self.call.shows_logprobs:
             return None
         return self.shape.scores(await self._of_echo(index) if first and self.call.scores_echo else None)
@@ -394,7 +391,7 @@ class Answering:
             scores.add(tokens[start : start + WRITTEN_AT_ONCE])
 
     def likeliest(self, means: Sequence[float]) -> list[int]:
-        """The choices that the client gets: all, or of each prompt those with the largest mean log-probability."""
+        """Return the choices to send: all, or those of each prompt with the largest mean log-probability."""
         n, kept, chosen = self.call.n, self.call.kept, list[int]()
         for first in range(0, len(means), n):
             group = range(first, first + n)
@@ -402,8 +399,8 @@ class Answering:
         return chosen
 
     async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:
-        """Of the prompt of this choice, as vLLM writes them; other requests get the event loop in between. None: no
-        client wants any beside the answer."""
+        """Return the log-probabilities of a choice's prompt as vLLM writes them, yielding to the event loop in between.
+        None if the client wants none."""
         if self.call.prompt_logprobs < 0:
             return None
         first = index - index % self.call.n
@@ -439,5 +436,5 @@ class Answering:
 
 
 def _placed(choices: Iterable[Entry]) -> bool:
-    """A worker was given one of them."""
+    """Return whether a worker was given one of them."""
     return any(entry.instances or entry.first_token_s is not None for entry in choices)

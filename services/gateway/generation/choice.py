@@ -48,7 +48,7 @@ class Piece:
 def prompt_scores(
     detokenizer: Detokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob]
 ) -> Iterator[ScoredToken]:
-    """An echoed prompt's tokens; `scores` are those of all but the first, which nothing precedes."""
+    """Yield an echoed prompt's tokens; `scores` are those of all but the first, which nothing precedes."""
     offset = 0
     for token_id, score in zip(tokens, (None, *scores), strict=True):
         yield ScoredToken(token_id, score, offset)
@@ -75,7 +75,7 @@ class Choice:
         return self._stops.matched
 
     def feed(self, tokens: Sequence[int], scores: Sequence[TokenLogprob], finish: FinishReason | None) -> Piece:
-        """The next tokens of this choice, in order."""
+        """Add the next tokens of this choice, in order, and return what can be sent."""
         parts: list[str] = []
         for index, token_id in enumerate(tokens):
             self.tokens += 1
@@ -93,7 +93,7 @@ class Choice:
         return Piece(text, self._due_scores(everything=finish is not None and not stopped), stopped)
 
     def plain(self, token_id: int) -> str:
-        """As `feed` with this token alone, of a choice without scores and stop strings."""
+        """Return the text of one token, for a choice without scores and stop strings."""
         self.tokens += 1
         return self._detokenizer.feed(token_id)
 
@@ -103,7 +103,8 @@ class Choice:
         return self._stops.feed(text) if self.tokens > self._min_tokens else text
 
     def _due_scores(self, *, everything: bool) -> list[ScoredToken]:
-        """Scores leave with the first character of their token; those cut away by a stop string never do."""
+        """Return scores to send. A score leaves with the first character of its token, or never if a stop string cut
+        that off."""
         due: list[ScoredToken] = []
         while self._scores and (everything or self._scores[0].offset < self._sent):
             due.append(self._scores.popleft())
@@ -121,7 +122,7 @@ class StopAutomaton:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises `ValueError` for an empty stop string, which would stop everywhere."""
+        """Build the automaton. Raises `ValueError` for an empty stop string, which would stop everywhere."""
         if any(not stop for stop in stops):
             raise ValueError("an empty stop string stops everywhere")
         characters = [""]  # by which a state is reached from the one before it; "" = it is not
@@ -143,15 +144,14 @@ class StopAutomaton:
         self._characters = characters
         self.depth = depth
         self.match = match
-        """Per state the length of the longest stop string that ends there."""
+        """Length of the longest stop string that ends in each state."""
         self._fail = self._failure_links()
 
     def __len__(self) -> int:
-        """States, the first one apart: 0 without stop strings."""
+        """Return the number of states besides the first: 0 without stop strings."""
         return len(self.depth) - 1
 
     def after(self, state: int, character: str) -> int:
-        """The state after one more character."""
         following = self._follow(self._characters, state, character)
         while not following and state:
             state = self._fail[state]
@@ -159,7 +159,7 @@ class StopAutomaton:
         return following
 
     def _follow(self, characters: list[str], state: int, character: str) -> int:
-        """Along the trie; 0 where it ends: no edge leads back to the first state."""
+        """Return the next state in the trie; 0 where it ends, as no edge leads back to the first state."""
         following = state + 1
         if following < len(characters) and characters[following] == character:
             return following
@@ -201,7 +201,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that can go out now. After a match (`matched`) nothing ever comes out again."""
+        """Return the text that can be sent now: none after a match (`matched`)."""
         if self.matched is not None:
             return ""
         automaton = self._automaton
@@ -222,6 +222,6 @@ class StopStrings:
         return pending[: len(pending) - keep]
 
     def flush(self) -> str:
-        """The stream ended: the text held back was no stop string."""
+        """Return the text held back, at the end of the stream."""
         held, self._held, self._state = self._held, "", 0
         return held

@@ -19,7 +19,7 @@ from cohort.services.gateway.generation.request_trace import RequestTrace
 from cohort.services.gateway.keys.key_lease import Judged, Lease
 
 Kind = Literal["chunks", "responses", "messages"]
-"""How a stream is written: completions and chats as chunks, the others by the name of their API."""
+"""Format of a stream: completions and chats as chunks, the others by the name of their API."""
 
 
 @dataclass(slots=True)
@@ -33,14 +33,14 @@ class Delta:
     error: RequestError | None = None
 
     def merge(self, later: Delta) -> None:
-        """This, then that."""
+        """Append a later delta of the same choice."""
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.finish = later.finish or self.finish
         self.error = later.error or self.error
 
     def singly(self) -> Iterator[Delta]:
-        """Token by token, then its end."""
+        """Split into one delta per token, then its end."""
         for place, token in enumerate(self.tokens):
             yield Delta(self.index, [token], self.logprobs[place : place + 1])
         if self.finish is not None or self.error is not None:
@@ -48,25 +48,25 @@ class Delta:
 
 
 class Taker(Protocol):
-    """Where the tokens of a request go."""
+    """Destination of a request's tokens."""
 
     def put(self, delta: Delta) -> None: ...
 
     def put_tokens(self, index: int, tokens: list[int]) -> None:
-        """Tokens of this choice, and nothing else."""
+        """Take tokens that come without scores, end or error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. `owner`: as `Key.owner`; `named`: an id of the client's that ours should begin with."""
+    """Client of a request. `owner`: as `Key.owner`; `named`: the client's own id, with which ours begins."""
 
     owner: str
     named: str
     arrived_s: float
     behind: int = 0
-    """Added to the priority that it may ask for."""
+    """Amount added to the priority that it asks for."""
     lease: Lease | None = None
-    """None: no API key asked."""
+    """Token budget of its API key; None without one."""
     trace: RequestTrace | None = None
 
 
@@ -78,7 +78,7 @@ class GatewayTimes:
     tokenize_s: float = 0.0
     trace: RequestTrace | None = None
     judged: Judged | None = None
-    """Told of each choice that had SLOs; None: no API key asked."""
+    """Callback for each ended choice with SLOs; None without an API key."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Generation:
 
 
 def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:
-    """Parts that add up to the time to first token; empty before there is one.
+    """Return the parts that add up to the time to first token; empty before there is one.
 
     `first_decode` is what no other part explains: the first token's way through sampling, the wire and this process.
     """
@@ -115,15 +115,15 @@ def ttft_stages(times: GatewayTimes, entry: Entry) -> dict[TtftStage, float]:
 
 
 def tpot_s(entry: Entry) -> float | None:
-    """Mean time per output token after the first; None when there is no second."""
+    """Return the mean time per output token after the first; None for fewer than two tokens."""
     if entry.first_token_s is None or entry.last_token_s is None or len(entry.output) < 2:
         return None
     return (entry.last_token_s - entry.first_token_s) / (len(entry.output) - 1)
 
 
 def slo_outcomes(slo: Slo, *, ttft_s: float | None, per_token_s: float | None, e2e_s: float | None) -> dict[str, bool]:
-    """Objective → met, for every objective that was promised. A time that never came (None) misses its objective,
-    except the one per token: an answer of one token has none."""
+    """Return whether each promised objective was met. A time that never came (None) misses it, except TPOT in an answer
+    of one token."""
     outcomes: dict[str, bool] = {}
     if slo.ttft_s:
         outcomes["ttft"] = ttft_s is not None and ttft_s <= slo.ttft_s

@@ -55,7 +55,7 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class GatewayHost:
-    """What a gateway has of its process."""
+    """Identity, clock, metrics and log of the gateway's process."""
 
     instance: InstanceId
     clock: Clock
@@ -73,7 +73,7 @@ class Body:
 
 @dataclass
 class Asked(ABC):
-    """What one request asks of its API, and how that says the answer."""
+    """Request of one API, and how that API formats the answer."""
 
     call: Call
     completed_at: int = 0
@@ -83,14 +83,14 @@ class Asked(ABC):
 
     @abstractmethod
     def writer(self, answering: Answering) -> Writer:
-        """Of all its events, once."""
+        """Return the writer of all its events. Called once."""
 
     @abstractmethod
     async def whole(self, answering: Answering) -> bytes:
-        """JSON. Raises the `RequestError` that the answer failed with."""
+        """Return the whole answer as JSON. Raises the `RequestError` that it failed with."""
 
     def beside(self) -> bytes:
-        """What is needed beside the body to ask for the same again."""
+        """Return what `Endpoint.read` needs besides the body to read the same request again."""
         return b""
 
 
@@ -102,10 +102,10 @@ class Endpoint(Protocol):
     quiet_s: float | None
     """A stream in which nothing happens for so long says that it is alive."""
     id_headers: Sequence[str]
-    """Of a stream: these have the request's id."""
+    """Headers of a stream that carry the request's id."""
 
     async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
-        """`beside`: of a request that is asked for again. Raises a 4xx `RequestError`."""
+        """Parse a body; `beside` belongs to a request that is read again. Raises a 4xx `RequestError`."""
 
 
 class Keeper(Protocol):
@@ -115,7 +115,7 @@ class Keeper(Protocol):
 
 
 class Generator:
-    """Makes answers over one `Streams`; one per gateway."""
+    """Maker of answers over one `Streams`; one per gateway."""
 
     def __init__(
         self, config: GatewayConfig, served: Served, host: GatewayHost, streams: Streams, owners: Owners
@@ -135,13 +135,12 @@ class Generator:
         self.chat = ChatShape(self._text)
         self._outbox = Outbox()
         self.keeper: Keeper | None = None
-        """Set by `service.py`."""
+        """Maker of resumable streams; set by `service.py`."""
 
     # -- For the APIs ----------------------------------------------------------------------------------------------
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
-        """The one way of an HTTP request in, and of its answer out. Raises `RequestError` as long as nothing was
-        sent."""
+        """Answer an HTTP request. Raises `RequestError` only while nothing was sent."""
         if self.keeper is not None and RESUME_HEADER in request.headers:
             return await self.keeper.serve(endpoint, request)
         asked, answering = await self._accepted(endpoint, request)
@@ -164,7 +163,7 @@ class Generator:
     def stream_to(
         self, endpoint: Endpoint, request: web.Request, headers: Mapping[str, str] | None = None
     ) -> EventStream:
-        """Of the answer to this request."""
+        """Return an event stream for the answer to this request."""
         return EventStream(
             request,
             {**dict.fromkeys(endpoint.id_headers, request[HTTP_ID]), **(headers or {})},
@@ -175,8 +174,8 @@ class Generator:
 
     @asynccontextmanager
     async def arriving(self, request: web.Request) -> AsyncIterator[Body]:
-        """Its body, which counts as in flight until the block ends. Raises a `RequestError` where it may not come in,
-        and counts what the block raises of these."""
+        """Read the body, which counts as in flight until the block ends. Raises a `RequestError` for one that is not
+        admitted; those that the block raises are counted."""
         arrived_s, owner, http_id = self.host.clock.now_s(), request[OWNER], request[HTTP_ID]
         try:
             self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
@@ -190,12 +189,12 @@ class Generator:
             raise
 
     async def count(self, call: Call) -> int:
-        """Tokens of a chat's prompt. Raises `RequestError` where they are more than any request may have."""
+        """Count the tokens of a chat's prompt. Raises `RequestError` for more than any request may have."""
         [tokens] = await self._tokenize(call, self.config.max_request_work)
         return len(tokens)
 
     def release(self, answering: Answering, reason: str = "the client went away") -> None:
-        """Nothing more is wanted. Harmless after a complete answer."""
+        """Cancel what is open and release its work. Harmless after a complete answer."""
         self.streams.abandon(answering.generation, reason)
         answering.reserved.release()
 
@@ -266,11 +265,11 @@ class Generator:
     def own_budget(
         self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None
     ) -> Reservation:
-        """Of the gateway's memory, and of the key's tokens. Raises a 4xx `RequestError`, `KeyLimited` among these."""
+        """Reserve the gateway's memory and the key's tokens. Raises a 4xx `RequestError`, `KeyLimited` among these."""
         return self.budget.reserve(self._charged(call, lengths, max_tokens_of, lease))
 
     def _charged(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None) -> Price:
-        """Its price, with the key's tokens reserved. Raises as `own_budget`."""
+        """Return the price, with the key's tokens reserved. Raises as `own_budget`."""
         price = self.budget.price(call, lengths, max_tokens_of)
         if lease is not None:
             unnamed = call.max_tokens is None
@@ -288,7 +287,7 @@ class Generator:
         created_s: float,
         reserved: Reservation,
     ) -> Answering:
-        """Of a generation of which nothing is rendered yet; `requests` as `prepare` made them."""
+        """Return the answer to a generation, with nothing rendered yet; `requests` come from `prepare`."""
         # Of every prompt one, to which its choices refer, like the automaton.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)

@@ -40,7 +40,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class RequestExtras(msgspec.Struct, frozen=True):
-    """Where one choice ran and where its time went, in seconds."""
+    """Workers of one choice, and where its time went in seconds."""
 
     index: int
     request_id: str
@@ -155,10 +155,9 @@ class Scores(Protocol):
     """Log-probabilities of one choice, or of an echoed prompt, as the JSON they will be."""
 
     tokens: int
-    """How many are in it."""
 
     def add(self, scores: Sequence[ScoredToken]) -> None:
-        """The next ones; a few at a time where the event loop must go on."""
+        """Append scores, yielding to the event loop after a few."""
 
     def json(self) -> msgspec.Raw: ...
 
@@ -171,7 +170,7 @@ class Shape(Protocol):
     chunk_object: str
 
     def scores(self, behind: Scores | None = None) -> Scores:
-        """None yet. `behind`: an echoed prompt's, which come first; they are shared, not copied."""
+        """Return an empty list of scores. An echoed prompt's (`behind`) come first, shared and not copied."""
         ...
 
     def whole(
@@ -183,13 +182,14 @@ class Shape(Protocol):
         calls: Sequence[CallDelta] = (),
         places: msgspec.Raw | None = None,
     ) -> CompletionChoice | ChatChoice:
-        """`places`: log-probabilities of its prompt, where a choice has them."""
+        """Return a whole choice; `places` are its prompt's log-probabilities, where it has them."""
         ...
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> CompletionChoice | ChatChunkChoice:
-        """A piece of a choice that is over and had calls, and one with calls: `Piece.calls`, `Piece.called`."""
+        """Return a chunk of a choice. Its tool calls, and its finish reason, come from `Piece.calls` and
+        `Piece.called`."""
         ...
 
 
@@ -232,7 +232,7 @@ class ChatScores:
         return msgspec.Raw(b'{"content":[%b],"refusal":null}' % bytes(self._list))
 
     def items(self) -> bytes:
-        """Of a JSON list, without its brackets."""
+        """Return the JSON of the list's items, without its brackets."""
         return bytes(self._list)
 
 
@@ -280,7 +280,7 @@ class CompletionShape:
         )
 
     def _top(self, scored: ScoredToken) -> dict[str, float] | None:
-        """The likeliest tokens and, always, the one that is there."""
+        """Return the likeliest tokens and the sampled one, which is always there."""
         score = scored.score
         if score is None:
             return None
@@ -292,7 +292,7 @@ class CompletionShape:
         return top
 
     def _name(self, token_id: int) -> str:
-        """A token's text; for a part of a character its bytes, as OpenAI spells them."""
+        """Return a token's text; for a part of a character its bytes, as OpenAI spells them."""
         data = self._text.token_bytes(token_id)
         try:
             return data.decode("utf-8")
@@ -357,7 +357,7 @@ class ChatShape:
 
 
 def prompt_places(text: TokenText, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[bytes]:
-    """The JSON of each of these tokens of a prompt, with the likeliest ones at its place."""
+    """Return the JSON of each prompt token, with the likeliest ones at its place."""
 
     def place(token: int, logprob: float, rank: int | None) -> PromptPlace:
         return PromptPlace(_finite(logprob), rank, text.token_bytes(token).decode("utf-8", "replace"))

@@ -41,14 +41,14 @@ class PastRequests:
         self._past.append(Past(life_of(now_s, entry, times, finish, reason), now_s))
 
     def latest(self) -> Iterable[Past]:
-        """The one that ended last first."""
+        """Return the remembered requests, the last to end first."""
         return reversed(self._past)
 
     def find(self, request_id: RequestId) -> Past | None:
         return next((past for past in reversed(self._past) if past.life.request_id == request_id), None)
 
     def outcomes(self) -> dict[tuple[str, str], list[int]]:
-        """Of the requests remembered: how many met and missed each objective of their class."""
+        """Count how many remembered requests met and missed each objective of their class."""
         found: dict[tuple[str, str], list[int]] = {}
         for past in self._past:
             for objective, met in past.life.outcomes.items():
@@ -60,7 +60,6 @@ class PastRequests:
 def life_of(
     now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason | None = None, reason: str = ""
 ) -> RequestLife:
-    """`finish` None: it is still open."""
     request, arrived_s = entry.request, times.arrived_s
     slo = {name: value for name in ("ttft_s", "tpot_s", "deadline_s") if (value := getattr(request.slo, name))}
     return RequestLife(
@@ -94,7 +93,7 @@ def life_of(
 
 
 def brief_of(life: RequestLife, ended_ago_s: float | None) -> RequestBrief:
-    """`life` of an ended request has the age that it ended at."""
+    """Return a request's summary. The `life` of an ended one has the age at which it ended."""
     ttft_s = life.first_token_s
     return RequestBrief(
         life.request_id,
@@ -112,7 +111,7 @@ def brief_of(life: RequestLife, ended_ago_s: float | None) -> RequestBrief:
 
 
 def _outcomes(now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason) -> dict[str, bool]:
-    """As `RequestStats` counts them: of refused requests all missed, of cancelled ones none judged."""
+    """Judge SLOs as `RequestStats` does: refused requests miss all, cancelled ones are not judged."""
     slo = entry.request.slo
     if entry.refused_because:
         return slo_outcomes(slo, ttft_s=None, per_token_s=None, e2e_s=None)

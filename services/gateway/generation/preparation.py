@@ -51,7 +51,7 @@ def prepare(
     card: ModelCard,
     max_tokens_of: Sequence[int],
 ) -> list[Request]:
-    """Requests in the order of their choices: all of the first prompt, all of the second, …
+    """Build the requests in the order of their choices: all of the first prompt, all of the second, …
 
     `seed`: the client's, or a random one. `max_tokens_of`: as `output_limits` says, one for each prompt.
     """
@@ -95,15 +95,15 @@ def prepare(
 def output_limits(
     call: Call, prompt_tokens: Sequence[int], config: GatewayConfig, max_model_len: int, card_limit: int = 0
 ) -> list[int]:
-    """How many tokens the answers to prompts of so many tokens may have. `card_limit`: of a chat that names no limit,
-    where the configuration has none either; 0 = what the context leaves. Raises `RequestError` when a prompt and its
-    answer exceed the context."""
+    """Return the token limit of the answer to each prompt. `card_limit` serves chats without a limit where the
+    configuration has none; 0 leaves the rest of the context. Raises `RequestError` when a prompt and its answer exceed
+    the context."""
     limit = config.default_max_tokens or card_limit
     return [_output_limit(call, tokens, limit, max_model_len) for tokens in prompt_tokens]
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The first choice has the client's own seed; the others independent ones that depend on it and their index."""
+    """Return a choice's seed: the client's own for the first, others derived from it and the index."""
     if index == 0:
         return seed & SEED_MASK
     digest = hashlib.blake2b(f"{seed & SEED_MASK}:{index}".encode(), digest_size=8).digest()
@@ -168,7 +168,7 @@ class Reservation:
         self._units = units
 
     def release(self) -> None:
-        """The request has ended. Harmless when repeated."""
+        """Release the units. Harmless when repeated."""
         units, self._units = self._units, 0
         self._budget.give_back(units)
 
@@ -187,7 +187,7 @@ class RequestBudget:
         return self._open
 
     def check(self, call: Call) -> None:
-        """Before tokenising. Raises `RequestError` for what no number of tokens makes right."""
+        """Refuse before tokenising what no number of tokens makes right, by a `RequestError`."""
         if call.choices > (most := bounds.BOUNDS.choices):
             prompts = len(call.prompts)
             what = f"{prompts} prompts × n {call.n}" if prompts > 1 else f"n {call.n}"
@@ -199,13 +199,13 @@ class RequestBudget:
         self._refuse_too_much(call, self._price(call, least, [call.max_tokens or 0] * len(least)))
 
     def price(self, call: Call, prompt_tokens: Sequence[int], max_tokens: Sequence[int]) -> Price:
-        """With the tokens that prompts have and answers may have. Raises `RequestError` beyond the limit."""
+        """Price a request by its prompts' tokens and its answers' limits. Raises `RequestError` beyond the limit."""
         price = self._price(call, prompt_tokens, max_tokens)
         self._refuse_too_much(call, price)
         return price
 
     def reserve(self, price: Price) -> Reservation:
-        """To be released when the request ends. Raises a 429 `RequestError` as long as others hold too much."""
+        """Reserve until the request ends. Raises a 429 `RequestError` while others hold too much."""
         units, most = price.beyond_plain, self._most
         if units and self._open + units > most:
             if units > most:
@@ -257,12 +257,11 @@ class RequestBudget:
 
 
 def _scores_per_token(call: Call) -> int:
-    """Its own and the likeliest ones'."""
     return call.sampling.logprobs + 1
 
 
 def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
-    """Figure, how it comes about, and the parameter to lower."""
+    """Return for each part of the price its size, its formula and the parameter to lower."""
     scores, chat = _scores_per_token(call), call.chat
     each = f" × (1 + {scores} log-probabilities)" if scores else ""
     answers = price.answer // (1 + scores)

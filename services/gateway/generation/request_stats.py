@@ -26,11 +26,11 @@ class RequestStats:
         self.recent = Recent()
         self.past = PastRequests()
         self.traffic: TrafficReport | None = None
-        """Where a planner wants to know (section `planner`)."""
+        """Report for the planner; None without one (section `planner`)."""
         self._metrics = metrics
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
-        """Of the machine's totals, the part that the metrics have already."""
+        """Part of the machine's totals that the metrics have already."""
         self._told: dict[tuple[TrafficClass, float, int], int] = {}
         """Updates by class, seconds since the one before of the same stream, and tokens: the rows of a step are often
         alike in all of them. Until `observe`."""
@@ -45,7 +45,7 @@ class RequestStats:
             self._metrics.lora_requests(request.adapter).inc()
 
     def totals(self, dropped_tokens: int, default_predictions: int) -> None:
-        """The machine's counters as they are now."""
+        """Update the counters that the machine keeps."""
         if more := dropped_tokens - self._dropped_tokens:
             self._dropped_tokens = dropped_tokens
             self._metrics.stale_tokens().inc(more)
@@ -64,7 +64,7 @@ class RequestStats:
         self._metrics.resubmissions(entry.lost_kind).inc()
 
     def first_tokens(self, now_s: float, entry: Entry, times: GatewayTimes, count: int) -> None:
-        """`count` tokens came, the first ones of a stream."""
+        """Record the first `count` tokens of a stream."""
         traffic_class = entry.request.traffic_class
         self._metrics.generation_tokens(traffic_class).inc(count)
         ttft_s = now_s - times.arrived_s
@@ -73,13 +73,13 @@ class RequestStats:
         self.recent.first_token(ttft_s, count)
 
     def tokens(self, traffic_class: TrafficClass, since_s: float, count: int) -> None:
-        """`count` tokens came, so long after the ones before them. Counts once `observe` is called."""
+        """Record `count` tokens that came `since_s` after the ones before. They count once `observe` is called."""
         key = (traffic_class, since_s, count)
         told = self._told
         told[key] = told.get(key, 0) + 1
 
     def observe(self) -> None:
-        """All that `tokens` was told, in one go: a step's tokens come together."""
+        """Count what `tokens` recorded, in one go: a step's tokens come together."""
         if not self._told:
             return
         for (traffic_class, since_s, count), updates in self._told.items():
@@ -90,7 +90,6 @@ class RequestStats:
         self._told.clear()
 
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
-        """The request is over: count it, log it."""
         self.past.ended(now_s, entry, times, finish, reason)
         if self.traffic is not None:
             self.traffic.ended(now_s, entry, times, finish)
@@ -190,11 +189,11 @@ class Recent:
         self.totals["prompt_tokens_total"] += prompt_tokens
 
     def rejected(self) -> None:
-        """Before it was accepted."""
+        """Count a request that was rejected before it was accepted."""
         self.totals["rejected_total"] += 1
 
     def refused(self) -> None:
-        """By the manager, after that."""
+        """Count an accepted request that the manager refused."""
         self.totals["refused_total"] += 1
 
     def first_token(self, ttft_s: float, tokens: int) -> None:
@@ -202,7 +201,7 @@ class Recent:
         self.totals["generation_tokens_total"] += tokens
 
     def tokens(self, gap_s: float, updates: int, tokens: int) -> None:
-        """So many updates of so many tokens each."""
+        """Record `updates` with `tokens` in all, each `gap_s` per token."""
         self._itl_s.extend([gap_s] * updates)
         self.totals["generation_tokens_total"] += updates * tokens
 

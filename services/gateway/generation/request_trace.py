@@ -34,7 +34,7 @@ _R = TypeVar("_R")
 
 _GENERATES = "/v1/"
 _LEFT_OUT = ("/v1/models", "/v1/files", "/v1/batches")
-"""They start no work on workers, and are asked often."""
+"""Paths that start no work on workers, and are polled."""
 
 
 class RequestTrace:
@@ -47,7 +47,7 @@ class RequestTrace:
         self.span = span
 
     def prepared(self, requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float) -> list[Request]:
-        """The requests with their place in the trace."""
+        """Return the requests with their place in the trace."""
         here = self.span.here
         tokenised_s = parsed_s + tokenize_s
         self._tracing.span("parse", arrived_s, parsed_s, here)
@@ -66,7 +66,7 @@ class RequestTrace:
     def ended(
         self, now_s: float, entry: Entry, stages: Mapping[TtftStage, float], finish: FinishReason, reason: str
     ) -> str:
-        """One of its choices is over. Returns the trace's id, for the log."""
+        """End the spans of a choice. Returns the trace's id, for the log."""
         span = self.span
         if entry.predict_s:
             source = entry.prediction.source if entry.prediction is not None else "none"
@@ -86,7 +86,7 @@ TRACE = web.RequestKey("trace", RequestTrace)
 
 
 def middleware(tracing: Tracing, clock: Clock) -> Middleware:
-    """A span around every request that generates."""
+    """Return a middleware with a span around every request that generates."""
 
     @web.middleware
     async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -113,7 +113,7 @@ def middleware(tracing: Tracing, clock: Clock) -> Middleware:
 def lines(
     tracing: Tracing, clock: Clock, answer: Callable[..., Coroutine[Any, Any, _R]]
 ) -> Callable[..., Coroutine[Any, Any, _R]]:
-    """The same, with a span around every line of a batch."""
+    """Return `answer` with a span around every line of a batch."""
 
     async def traced(data: bytes, caller: Caller, *, chat: bool) -> _R:
         if not tracing.wanted("")[0]:

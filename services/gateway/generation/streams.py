@@ -76,13 +76,13 @@ class Streams:
         self._deciding: RequestId = ""
         """The offer that the machine is deciding on."""
         self._offered: tuple[Generation, Taker] | None = None
-        """What it would become; nothing of an estimate."""
+        """Generation under decision; None for an estimate."""
         self._refusal: RequestError | None = None
         self._online_waited = False
         self.online_placed = asyncio.Event()
-        """Set when the last online request that waited for a worker has one, or is gone."""
+        """Event set when no online request waits for a worker any more."""
         self.on_told: Callable[[], None] = lambda: None
-        """Called whenever something happened, time included."""
+        """Callback after every event, time included."""
 
     def __len__(self) -> int:
         return len(self._tracks)
@@ -90,38 +90,38 @@ class Streams:
     # -- For the HTTP handlers -------------------------------------------------------------------------------------
 
     def check(self, body_bytes: int, traffic_class: TrafficClass, owner: str = "") -> None:
-        """Before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
+        """Check admission before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
         self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
     def offer(self, offer: Offered, times: GatewayTimes, taker: Taker) -> Generation:
-        """All of the offer's requests come in, or none: then raises a 429 or 503 `RequestError`. Must be abandoned in
-        the end."""
+        """Admit all of the offer's requests or none: then raises a 429 or 503 `RequestError`. The generation must be
+        abandoned in the end."""
         generation = Generation(times)
         self._decide(offer, (generation, taker))
         return generation
 
     def stop(self, generation: Generation, index: int) -> None:
-        """A stop string ended this choice: nothing more is wanted of it."""
+        """End a choice at which a stop string was found."""
         self._close(generation.entries[index], FinishReason.STOP, "a stop string was found")
 
     def abandon(self, generation: Generation, reason: str = "the client went away") -> None:
-        """The handler ends: free what is still open. Harmless after a complete answer."""
+        """Cancel the choices that are still open. Harmless after a complete answer."""
         for entry in generation.entries:
             self._close(entry, FinishReason.CANCELLED, reason)
 
     async def drained(self) -> None:
-        """Returns once no request is open; the caller sets the deadline."""
+        """Wait until no request is open; the caller sets the deadline."""
         await self._empty.wait()
 
     def open_requests(self) -> Iterator[tuple[Entry, GatewayTimes]]:
-        """The latest first. For people who look on."""
+        """Yield open requests, the latest first, for introspection."""
         for track in reversed(self._tracks.values()):
             yield track.generation.entries[track.index], track.generation.times
 
     # -- For the service -------------------------------------------------------------------------------------------
 
     def tell(self, *events: GatewayEvent) -> None:
-        """These events happened, now. Without any: does what is left over from a call that failed."""
+        """Pass events to the machine. Without any, the effects left by a call that failed are performed."""
         lost = self._perform(self._hosted.handle(self._clock.now_s(), *events))
         while lost:
             lost = self._perform(self._hosted.handle(self._clock.now_s(), *lost))
@@ -133,14 +133,15 @@ class Streams:
         self.on_told()
 
     def end(self) -> None:
-        """No more ticks."""
+        """Stop the ticks."""
         if self._timer is not None:
             self._timer.cancel()
 
     # -- Effects ---------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
-        """Returns the messages not sent. A defect in one effect must not keep the others from being performed."""
+        """Perform effects and return the messages not sent. A defect in one effect must not keep the others from being
+        performed."""
         lost: list[Undelivered] = []
         for effect in effects:
             try:
@@ -201,7 +202,7 @@ class Streams:
         self._empty.clear()
 
     def _note(self, message: Message) -> None:
-        """A line in the log for what is submitted once more."""
+        """Log a request that is submitted again."""
         if isinstance(message, Submit) and message.request.attempt.number:
             entry = self.ledger.get(message.request.request_id)
             if entry is not None:

@@ -24,7 +24,7 @@ from cohort.services.gateway.requests.tools import ToolFormat
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 END = ""
-"""What a reader gets after the last character."""
+"""Input of a reader after the last character."""
 _HEAD_CHARACTERS = 512
 """A call whose arguments do not begin within so many is read when it is whole."""
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)
@@ -35,7 +35,7 @@ Reading = Generator[None, str, None]
 
 @dataclass(slots=True)
 class CallDelta:
-    """More of call number `index`: its id and name at its beginning, then pieces of its arguments."""
+    """Part of call number `index`: first its id and name, then pieces of its arguments."""
 
     index: int
     id: str = ""
@@ -45,7 +45,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What some text came to."""
+    """Content and tool calls parsed from some text."""
 
     content: str
     calls: tuple[CallDelta, ...]
@@ -66,7 +66,7 @@ class ToolReader:
         self.calls = 0
         """Calls that have begun."""
         self.ended = False
-        """Nothing more is read."""
+        """Whether the rest is ignored."""
         self._reading = self._begin()
         next(self._reading)
 
@@ -78,7 +78,7 @@ class ToolReader:
         return self._found()
 
     def finish(self) -> Found:
-        """The answer is over: what was held back is content after all."""
+        """End the answer: text held back is content after all."""
         if not self.ended:
             self._send(END)
             self.ended = True
@@ -107,7 +107,7 @@ class ToolReader:
     # -- The families ----------------------------------------------------------------------------------------------
 
     def _marked(self, read_calls: Callable[[], Reading]) -> Reading:
-        """Content, and calls behind the marker."""
+        """Read content, and calls after the marker."""
         marker = self._format.marker
         while (yield from self._content_until(marker)):
             yield from read_calls()
@@ -167,7 +167,7 @@ class ToolReader:
         self._reject(before)
 
     def _llama(self) -> Reading:
-        """Calls stand at the beginning, or the whole answer is text."""
+        """Read calls at the beginning, or the whole answer as text."""
         tag, lead = self._format.marker, ""
         while (character := (yield)) != END:
             if character == "{":
@@ -195,7 +195,7 @@ class ToolReader:
     # -- Parts -----------------------------------------------------------------------------------------------------
 
     def _content_until(self, marker: str) -> Generator[None, str, bool]:
-        """Whether the marker came. White space is held until it is known that no call follows."""
+        """Read content; return whether the marker came. White space is held until it is known that no call follows."""
         held = ""
         while (character := (yield)) != END:
             held += character
@@ -218,8 +218,8 @@ class ToolReader:
             self._say(character)
 
     def _object(self, begun: str) -> Generator[None, str, str]:
-        """A call as an object, of which `begun` was read; "" once it was one, else its text. An object whose arguments
-        have begun is a call."""
+        """Read a call whose JSON object starts with `begun`. Return "" for a call, else its text. It is a call once its
+        arguments begin."""
         raw, depth = begun, begun.count("{")
         in_string = escaped = False
         while (character := (yield)) != END:
@@ -243,7 +243,7 @@ class ToolReader:
         return raw
 
     def _arguments(self) -> Reading:
-        """To the brace that closes the one that was read."""
+        """Read to the brace that closes the one that was read."""
         self._argue("{")
         depth = 1
         in_string = escaped = False
@@ -265,7 +265,7 @@ class ToolReader:
             last = (last + character)[-len(close) :]
 
     def _whole_call(self, text: str) -> bool:
-        """A call in another order of its keys, or with its arguments as a text."""
+        """Read a call with its keys in another order, or its arguments as a string; return whether it is one."""
         try:
             call = msgspec.json.decode(text.strip())
         except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -282,7 +282,7 @@ class ToolReader:
         return True
 
     def _reject(self, text: str) -> None:
-        """It only began like a call."""
+        """Treat text that only began like a call as content."""
         self._say(self._white + text if text else "")
         self._white = ""
 
@@ -304,7 +304,7 @@ class ToolReader:
 
 
 def _text(quoted: str) -> str:
-    """A text of JSON, or of what only looks like it."""
+    """Decode a JSON string, or take off its quotes if it is not valid."""
     try:
         return str(msgspec.json.decode(quoted))
     except (msgspec.DecodeError, UnicodeError):
@@ -312,12 +312,11 @@ def _text(quoted: str) -> str:
 
 
 def whole_deltas(first: Sequence[CallDelta], second: Sequence[CallDelta]) -> Sequence[CallDelta]:
-    """Both, where either may be empty."""
     return (*first, *second) if first and second else first or second
 
 
 def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
-    """The calls of a finished answer."""
+    """Merge the deltas of a finished answer."""
     calls: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(calls):
@@ -328,7 +327,7 @@ def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
 
 
 def call_id(format_: ToolFormat, ids: str, number: int) -> str:
-    """Of call `number` of the answer whose ids are made from `ids`."""
+    """Return the id of call `number`; `ids` is the answer's own."""
     if format_.family == "mistral":  # whose templates take ids of nine letters and digits only
         return stable_letters(9, ids, number)
     return f"call_{stable_id(ids, number)[:24]}"
@@ -339,12 +338,12 @@ def call_id(format_: ToolFormat, ids: str, number: int) -> str:
 
 
 def stable_id(*parts: str | int) -> str:
-    """32 hexadecimal digits, the same for the same parts."""
+    """Hash the parts to 32 hexadecimal digits."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def stable_letters(count: int, *parts: str | int) -> str:
-    """Letters and digits, at most 21 of them, the same for the same parts."""
+    """Hash the parts to letters and digits, at most 21."""
     number, letters = int(stable_id(*parts), 16), []
     for _ in range(count):
         number, digit = divmod(number, len(_ALPHANUMERIC))

@@ -18,14 +18,14 @@ from cohort.services.gateway.generation.delta import GatewayTimes, tpot_s
 
 REPORT_EVERY_S = 1.0
 _MOST_UNTOLD = 4096
-"""Kept while the monitor is away; the oldest go first."""
+"""Records kept while the monitor is away; the oldest go first."""
 
 
 class TrafficReport:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: dict[RequestId, tuple[int, float]] = {}
-        """Its number, and when it arrived."""
+        """Number and arrival time of each open request."""
         self._count = 0
         self._untold: deque[tuple[float, TrafficRecord]] = deque(maxlen=_MOST_UNTOLD)
 
@@ -50,7 +50,7 @@ class TrafficReport:
         self._untold.append((arrived_s, ended))
 
     def take(self) -> list[TrafficRecord]:
-        """What was not told yet, with ages as of now."""
+        """Return the records not reported yet, with ages as of now, and forget them."""
         now_s = self._clock.now_s()
         records = [msgspec.structs.replace(record, age_s=now_s - arrived_s) for arrived_s, record in self._untold]
         self._untold.clear()
@@ -80,7 +80,7 @@ def _record(
 
 
 def _timing(now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason) -> Timing:
-    """Of one that failed or was refused: nothing ever came in full."""
+    """Return a request's times; none for one that failed or was refused."""
     if finish is FinishReason.FAILED or entry.refused_because or entry.first_token_s is None:
         return Timing()
     return Timing(entry.first_token_s - times.arrived_s, tpot_s(entry) or 0.0, now_s - times.arrived_s)

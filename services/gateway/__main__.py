@@ -6,7 +6,7 @@ from cohort.services.gateway.service import build
 
 
 def shares_port(config: Config) -> bool:
-    """Then a request to the port finds any of the gateways, and each has its metrics on another."""
+    """Return whether a request to the port reaches any of several gateways, each with its metrics on another port."""
     return config.gateway.processes > 1
 
 

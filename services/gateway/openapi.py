@@ -25,7 +25,7 @@ _KEYS = {
     "key": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""Either will do."""
+"""Security schemes; either will do."""
 _ID_HEADER = {"x-request-id": {"required": True, "schema": {"type": "string"}}}
 _WORDS = {
     200: "The answer.",
@@ -140,7 +140,7 @@ def _responses(operation: Operation, schema_of: Mapping[Any, Any], *, with_key: 
 
 
 def _event_schema(data: list[Any], error: Any) -> dict[str, Any]:
-    """Of one event of a stream; its data is JSON, but for the last of OpenAI's chunks."""
+    """Return the schema of a stream's event. Its data is JSON, but for the last of OpenAI's chunks."""
     text = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [*data, error]}}
     return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, text]}}, "required": ["data"]}
 
@@ -150,7 +150,6 @@ def _response(status: int, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken(operation: Operation, schema_of: Mapping[Any, Any], model: str) -> dict[str, Any]:
-    """The body's types."""
     if operation.form is not None:
         return {FORM: {"schema": operation.form}}
     if operation.body is None:
@@ -200,7 +199,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
 
 
 def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:
-    """In words, as HTML."""
+    """Yield the schema's types in words, as HTML."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_REF)
         yield f'<a href="#{name}">{name}</a>'

@@ -143,7 +143,7 @@ def _flag(name: str, schema: Schema) -> Schema:
 
 
 def _with(struct: type, name: str, **types: Any) -> type:
-    """`struct` with other types of some fields: of those that are written as JSON before they get there."""
+    """Return `struct` with other types for fields that are encoded as JSON before they are stored in it."""
     hints = get_type_hints(struct) | types
     fields = [(each.encode_name, hints[each.name], each.default) for each in msgspec.structs.fields(struct)]
     return msgspec.defstruct(name, [each[:2] if each[2] is msgspec.NODEFAULT else each for each in fields])

@@ -72,8 +72,8 @@ from cohort.services.gateway.text.tokenizer import Tokenizer
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
 _MOST_UPDATES = 256
-"""Of tokens, handled together: some ten milliseconds. Workers of many sequences send a hundred in a message, and what
-the manager says of lost requests, heartbeats and new connections wait for the end of them."""
+"""Token updates handled together: some ten milliseconds. Workers of many sequences send a hundred in a message, and the
+manager's notices of lost requests, heartbeats and new connections wait for them."""
 STREAM_END_S = 2.0  # at the end of a drain: for the last error events to reach their clients
 
 
@@ -209,7 +209,7 @@ class Gateway:
             await self._serve(batches)
 
     def _database(self) -> Path:
-        """In the folder of batches, which gateways of another port do not use."""
+        """Return the database's path, in the folder of batches, which gateways of another port do not use."""
         return folder_of(self._config, self._context.instance) / "responses.sqlite"
 
     async def _serve(self, batches: Batches) -> None:
@@ -291,7 +291,7 @@ class Gateway:
         self.streams.tell(Tick())
 
     async def _tell_traffic(self, traffic: TrafficReport) -> NoReturn:
-        """To the monitor, which the heartbeat has dialled."""
+        """Report traffic to the monitor, which the heartbeat has dialled."""
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
             if records := traffic.take():
@@ -327,8 +327,8 @@ class Gateway:
                 await asyncio.sleep(0)
 
     async def _drain(self) -> None:
-        """Running requests finish; those left at the deadline end with an error their clients can read. Where another
-        process takes the port over, what still comes on open connections is served before."""
+        """Wait for running requests; those left at the deadline end with an error that their clients can read. Where
+        another process takes the port over, requests on open connections are served first."""
         until_s = asyncio.get_running_loop().time() + self._config.drain_s
         if self._handover.asked or self._config.gateway.processes > 1:
             self._site.leave()
@@ -349,7 +349,7 @@ class Gateway:
         return self._machine.not_ready_because(self._context.clock.now_s())
 
     def _max_model_len(self) -> int:
-        """The model's, or less where the workers hold less."""
+        """Return the model's limit, or the workers' if that is less."""
         load = self._machine.link.load
         own = self._card.max_model_len
         return min(own, load.max_model_len) if load and load.max_model_len else own
@@ -384,13 +384,13 @@ def _header(context: ServiceContext, now_s: float) -> GatewayHeader:
 
 
 def load_model(config: Config) -> tuple[ModelCard, Tokenizer]:
-    """Raises `ModelError` that names the missing part."""
+    """Load the model card and the tokenizer. Raises `ModelError` that names the missing part."""
     card = read_model_card(config.model)
     return card, Tokenizer(card.path, TemplateLimits())
 
 
 async def build(context: ServiceContext) -> None:
-    """The gateway process: load the tokenizer, serve, drain."""
+    """Run the gateway process: load the tokenizer, serve, drain."""
     compose.check_names(context.config)
     exposure.check_api(context.config)
     if exposure.unused_key(context.config, os.environ):

@@ -33,7 +33,8 @@ class GatewayShow:
         self._metrics = metrics
 
     def look(self, sender: InstanceId, asked: Look) -> None:
-        """The monitor's alone to ask. A view that cannot be sent is not missed: the next one is fresher."""
+        """Answer the monitor's request for a view; no other sender's. A view that cannot be sent is dropped: the next
+        one is fresher."""
         if sender != MONITOR:
             return
         with contextlib.suppress(PeerUnreachable):
@@ -70,8 +71,8 @@ class GatewayShow:
 def slo_tallies(
     counted: list[tuple[dict[str, str], float]], recent: dict[tuple[str, str], list[int]]
 ) -> list[SloTally]:
-    """Of `cohort_slo_requests_total`: its labels and values. A label `key`, where the metric has one, is an API key's
-    name; tallies of all requests are then sums over the keys."""
+    """Sum `cohort_slo_requests_total`, given as labels and values. The label `key`, where there is one, is an API key's
+    name; tallies of all requests are sums over the keys."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for labels, value in counted:
         traffic_class, objective = labels["class"], labels["objective"]

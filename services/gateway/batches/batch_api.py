@@ -91,7 +91,7 @@ class BatchApi:
         ]
 
     def _guarded(self, handler: Handler) -> Handler:
-        """A database that the disk refuses, or that is damaged, is no defect: the client is told so."""
+        """Wrap a handler: a database that the disk refuses, or that is damaged, becomes an answer and no defect."""
 
         @functools.wraps(handler)
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -153,7 +153,7 @@ class BatchApi:
             raise
 
     async def _keep(self, writer: ContentWriter, file_id: str, owner: str, data: bytes, total: int) -> None:
-        """Capacity first, then the disk: uploads that arrive at the same time count what the others have taken."""
+        """Reserve capacity, then write: concurrent uploads count what the others have taken."""
         await self._store.run(lambda store: self._quota.grow_upload(store, file_id, owner, total))
         await asyncio.to_thread(writer.write, data)
 
@@ -287,7 +287,7 @@ class BatchApi:
         return _json(batch_object(batch))
 
     async def _small_body(self, request: web.Request) -> bytes:
-        """Bounded as it arrives, after decompression; the whole of it within `upload_idle_s`."""
+        """Read a body, bounded as it arrives, after decompression, within `upload_idle_s`."""
         data = bytearray()
         try:
             async with asyncio.timeout(bounds.BOUNDS.upload_idle_s):
@@ -310,7 +310,7 @@ class BatchApi:
 
 
 def _page(found: list[Any], limit: int) -> web.Response:
-    """`found` has one more than `limit` when there are more."""
+    """Return a page; `found` has one more than `limit` when there are more."""
     data = found[:limit]
     return _json(Page(data, data[0].id if data else None, data[-1].id if data else None, has_more=len(found) > limit))
 

@@ -30,8 +30,8 @@ async def send_content(
     write_timeout_s: float,
     log: structlog.stdlib.BoundLogger,
 ) -> web.StreamResponse:
-    """`file` has `size` bytes, is read from threads and closed at the end. Raises `RequestError` 416, `ConnectionError`
-    when the client is gone."""
+    """Send `size` bytes of `file`, which is read on threads and closed at the end. Raises `RequestError` 416,
+    `ConnectionError` when the client is gone."""
     try:
         begin, end = _span(request, size)
         whole = end - begin == size
@@ -67,14 +67,14 @@ async def _send(response: web.StreamResponse, file: BinaryIO, left: int, write_t
 
 
 async def _taken(request: web.Request, write_timeout_s: float) -> None:
-    """Until the kernel has all of it: bytes in our own buffer would keep the connection, even a closed one."""
+    """Wait until the kernel has all bytes: bytes in our own buffer would keep the connection, even a closed one."""
     async with asyncio.timeout(write_timeout_s):
         while request.transport is not None and request.transport.get_write_buffer_size():  # noqa: ASYNC110 -- no event
             await asyncio.sleep(LOOK_S)
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int]:
-    """First byte and the one behind the last. A condition on the range cannot be met: files have no versions."""
+    """Return the first byte and the end (exclusive). A condition on the range is ignored: files have no versions."""
     if "If-Range" in request.headers:
         return 0, size
     try:

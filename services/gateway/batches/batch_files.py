@@ -47,16 +47,16 @@ class Leftovers:
 
     removed: int = 0
     lost: int = 0
-    """Moved to `files.lost`."""
+    """Number of contents moved to `files.lost`."""
     kept: int = 0
     """Contents that no row names and that were left alone."""
     foreign: int = 0
-    """Not of this program's making; left alone."""
+    """Number of files that this program did not make; they are left alone."""
 
 
 def folder_of(config: Config, instance: str) -> Path:
-    """Of one port's gateways: pipelines on one host must not share one. Gateways on several nodes each have their own,
-    also where nodes share a disk."""
+    """Return the folder of one port's gateways: pipelines on one host must not share one. Gateways on several nodes
+    each have their own, even where nodes share a disk."""
     own = "" if config.gateway.processes > 1 or instance == GATEWAY else f"-{instance}"
     return paths.state_dir(config.state.folder) / "batches" / f"{config.gateway.port}{own}"
 
@@ -77,8 +77,8 @@ class BatchFolder:
         self._runner: BinaryIO | None = None
 
     def open(self) -> None:
-        """Waits while another gateway cleans up. Raises `ConfigError` when it cannot be used or another process holds
-        it for itself."""
+        """Open the folder, after any other gateway's clean-up. Raises `ConfigError` if it cannot be used or another
+        process holds it alone."""
         try:
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             self._make_private(self.path)
@@ -102,13 +102,13 @@ class BatchFolder:
             time.sleep(0.05)
 
     def admit_others(self) -> None:
-        """From now on other gateways of the port may have it too."""
+        """Let other gateways of the port use the folder too, from now on."""
         if self.shared and self.alone and self._lock is not None:
             self.alone = False
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def may_run(self) -> bool:
-        """Whether its batches are this gateway's to run. Once they are, they stay so until `close`."""
+        """Return whether this gateway runs the folder's batches. Once it does, it does until `close`."""
         return self._runner is not None and _locked(self._runner, fcntl.LOCK_EX)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class BatchFolder:
         return Leftovers(removed, lost, kept, foreign)
 
     def remove_left_parts(self) -> int:
-        """Those of gateways that were killed, while others go on; how many."""
+        """Remove the parts of gateways that were killed, while others go on; return how many."""
         removed = 0
         for entry in list(os.scandir(self._files)):
             ours = _OURS.fullmatch(entry.name)
@@ -170,7 +170,7 @@ class BatchFolder:
         target.chmod(PRIVATE_FILE)
 
     def _make_private(self, folder: Path) -> None:
-        """Also a folder that was there before: contents are users' prompts and answers."""
+        """Make a folder private, an existing one too: contents are users' prompts and answers."""
         mode = folder.stat().st_mode
         if mode & stat.S_ISVTX:
             raise ConfigError(f"state.folder: {folder} is shared with other users (sticky); name a folder of its own")
@@ -178,7 +178,7 @@ class BatchFolder:
             folder.chmod(PRIVATE_FOLDER)
 
     def read(self, file_id: str) -> tuple[BinaryIO, int]:
-        """A content, open, and its bytes. Raises `FileNotFoundError`."""
+        """Open a content; return it with its size. Raises `FileNotFoundError`."""
         file = self.content(file_id).open("rb")
         return file, os.fstat(file.fileno()).st_size
 
@@ -215,14 +215,14 @@ class ContentWriter:
         self._file.close()
 
     def discard(self) -> None:
-        """Harmless after `keep`."""
+        """Remove the part. Harmless after `keep`."""
         if not self._kept:
             self._part.unlink(missing_ok=True)
         self._file.close()
 
 
 def _held_part(path: Path) -> BinaryIO:
-    """Empty, and held: between its creation and its lock another gateway may have removed it."""
+    """Open an empty part and lock it; again, if another gateway removed it in between."""
     while True:
         file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE_FILE), "wb")
         try:
@@ -237,7 +237,7 @@ def _held_part(path: Path) -> BinaryIO:
 
 
 def _removed_if_left(path: Path) -> bool:
-    """Whether it was there and no process held it; then it is gone."""
+    """Remove a part that no process holds; return whether it did."""
     try:
         with path.open("rb") as file:
             left = _locked(file, fcntl.LOCK_EX) and _is_at(path, file)
@@ -249,7 +249,7 @@ def _removed_if_left(path: Path) -> bool:
 
 
 def _is_at(path: Path, file: BinaryIO) -> bool:
-    """And not renamed or removed since it was opened. Of a file that this process holds it stays so."""
+    """Return whether the path still names this open file. While this process locks the file, it does."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -265,7 +265,7 @@ def _locked(file: BinaryIO, how: int) -> bool:
 
 
 def _written_privately(path: Path) -> BinaryIO:
-    """Also where the file was there before, for all to read."""
+    """Open a file for writing that only its owner may read, even if it exists with other rights."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
     os.fchmod(descriptor, PRIVATE_FILE)
     return os.fdopen(descriptor, "wb")

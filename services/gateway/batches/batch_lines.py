@@ -30,7 +30,8 @@ LINES_AT_ONCE = 500
 
 LOOK_EVERY = 1000  # lines read between two looks whether reading is still wanted; blank ones yield nothing to return
 MAX_RESULT_BYTES = 1 << 28
-"""Of one answer: as much as the database takes with ease. Larger ones have many choices with log probabilities each."""
+"""Size limit of one answer, which the database takes with ease. Larger ones have many choices with
+log-probabilities."""
 
 NotRun = Literal["expired", "cancelled", "failed"]
 
@@ -93,7 +94,7 @@ class InputReader:
         """The model that the first line asks for."""
 
     def next(self) -> list[PendingLine]:
-        """The next good lines; empty at the end of the file, or when there are too many errors to list."""
+        """Return the next good lines; empty at the end of the file, or when there are too many errors to list."""
         found: list[PendingLine] = []
         while len(found) < LINES_AT_ONCE and not self._done:
             # One byte more than a line may have: a longer one is noticed without being read into memory.
@@ -167,8 +168,8 @@ class InputReader:
 
 
 def _model(text: bytes) -> str | None:
-    """The model that an accepted line asks for, as far as it can be read: values in a body are the endpoint's business,
-    and a number out of range or a broken character there is refused when the line runs."""
+    """Return the model of an accepted line, or None if it cannot be read: a bad number or character in a body is
+    refused when the line runs."""
     try:
         model = _model_decoder.decode(text).body.model
     except (ValueError, RecursionError):  # of msgspec too, as is broken UTF-8
@@ -177,8 +178,8 @@ def _model(text: bytes) -> str | None:
 
 
 def read_body(path: Path, line: PendingLine) -> bytes:
-    """The request body of a line that `InputReader` has accepted. Raises `RequestError` where the line is not what it
-    was then, `OSError` where it cannot be read now."""
+    """Read the body of a line that `InputReader` accepted. Raises `RequestError` if the line has changed since,
+    `OSError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(line.start)
@@ -215,25 +216,25 @@ class _OutputLine(msgspec.Struct, frozen=True):
 
 
 def line_id(batch_id: str, number: int) -> str:
-    """Names a line in answers, in log lines and within the ids of its requests on every worker."""
+    """Return the id of a line: for answers, logs and the ids of its requests on workers."""
     return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"
 
 
 def answered(batch_id: str, line: PendingLine, request_id: str, body: bytes) -> bytes:
-    """A line of the output file; `body` is the JSON of a whole answer."""
+    """Encode a line of the output file; `body` is the JSON of a whole answer."""
     response = _Response(200, request_id, msgspec.Raw(body))
     return _encode(_OutputLine(line_id(batch_id, line.number), line.custom_id, response, None))
 
 
 def refused(batch_id: str, line: PendingLine, error: RequestError) -> bytes:
-    """A line of the error file: the answer to a client that had posted the body."""
+    """Encode a line of the error file: the answer that a posted body would get."""
     name = line_id(batch_id, line.number)
     response = _Response(error.status, name, msgspec.Raw(_encode(error_body(error))))
     return _encode(_OutputLine(name, line.custom_id, response, None))
 
 
 def not_run(batch_id: str, line: PendingLine, reason: NotRun) -> bytes:
-    """A line of the error file: the batch ended before this one was done."""
+    """Encode a line of the error file for one that did not run before its batch ended."""
     failure = _Failure(f"batch_{reason}", _WHY_NOT_RUN[reason])
     return _encode(_OutputLine(line_id(batch_id, line.number), line.custom_id, None, failure))
 

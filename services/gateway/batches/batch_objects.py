@@ -109,7 +109,7 @@ class BatchObject(msgspec.Struct, frozen=True):
 
 
 _SAME = [name for name in BatchObject.__struct_fields__ if name in StoredBatch.__struct_fields__ and name != "errors"]
-"""Shown as they are stored."""
+"""Fields shown as they are stored."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -127,7 +127,7 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 def window_s(text: str) -> int:
-    """Seconds of a `completion_window`, "30m" for one; RequestError where it is none."""
+    """Parse a `completion_window` such as "30m" to seconds. Raises `RequestError`."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _WINDOW_UNIT_S[found[2]] if found else 0
     if not 0 < seconds <= LONGEST_WINDOW_S:

@@ -27,7 +27,7 @@ class Quota:
         self._share = owner_share
 
     def begin_upload(self, store: BatchStore, file_id: str, owner: str, announced: int) -> None:
-        """`announced`: bytes that the content will have at least. Raises `RequestError`, 429 or 507."""
+        """Reserve an upload of at least `announced` bytes. Raises `RequestError`, 429 or 507."""
         usage = store.usage(owner)
         if usage.owner_files + usage.owner_uploads >= (most := bounds.BOUNDS.files):
             _full(f"You have {most} files here, the most there may be; delete some first.")
@@ -39,13 +39,13 @@ class Quota:
         store.reserve(file_id, owner, 0)
 
     def grow_upload(self, store: BatchStore, file_id: str, owner: str, size: int) -> None:
-        """`size` bytes of it have arrived. Raises `RequestError` 507 where they are too many."""
+        """Grow an upload to `size` bytes. Raises `RequestError` 507 if they are too many."""
         store.release(file_id)
         self._check_bytes(store.usage(owner), size)
         store.reserve(file_id, owner, size)
 
     def begin_batch(self, store: BatchStore, owner: str) -> None:
-        """Raises `RequestError`, 429 or 507."""
+        """Raise `RequestError` 429 or 507 if there is no room for a batch."""
         everyone, own = store.unfinished_count(owner)
         if everyone >= (most := bounds.BOUNDS.unfinished_batches):
             _busy(f"{most} batches have not ended yet; retry when one has.", RETRY_BATCH_S)
@@ -54,7 +54,7 @@ class Quota:
         self._check_bytes(store.usage(owner), 0)
 
     def may_run_line(self, store: BatchStore, owner: str) -> bool:
-        """Whether its result is sure to find space (as far as what is in work leaves it)."""
+        """Return whether a line's result will find space, lines in work aside."""
         usage = store.usage(owner)
         return usage.bytes < self._storage_bytes and usage.owner_bytes < self._of(self._storage_bytes)
 

@@ -28,7 +28,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """Why an input file cannot be a batch. `line` counts from 1; None where the file as a whole is meant."""
+    """Reason why an input file cannot be a batch. `line` counts from 1; None for the whole file."""
 
     code: str
     message: str

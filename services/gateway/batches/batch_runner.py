@@ -92,7 +92,7 @@ class _Job:
     ends_at_s: float | None = None
     failures: int = 0
     writing_since_s: float | None = None
-    """When its output was begun by this process, of the monotonic clock."""
+    """Monotonic time at which this process began to write its output."""
 
 
 class BatchRunner:
@@ -134,17 +134,17 @@ class BatchRunner:
             metrics.batches(status).set(0)
 
     def submit(self, batch_id: str) -> None:
-        """A batch was stored as validating. Without effect where another gateway runs batches."""
+        """Take up a batch that was stored as validating. Without effect where another gateway runs batches."""
         self._new.put_nowait(batch_id)
 
     def cancel(self, batch_id: str) -> None:
-        """A batch was stored as cancelling."""
+        """Cancel a batch that was stored as cancelling."""
         if (job := self._jobs.get(batch_id)) is not None:
             job.cancelled.set()
 
     async def run(self) -> NoReturn:
-        """Until cancelled; lines in work then stay pending in the store. Of several gateways one runs all batches, and
-        when it ends another."""
+        """Run batches until cancelled; lines in work then stay pending in the store. One of several gateways runs all
+        batches, and another when it ends."""
         while not await asyncio.to_thread(self._folder.may_run):  # noqa: ASYNC110
             await asyncio.sleep(FOLLOW_S)
         await self._until_it_works("finding unfinished batches", self._find)
@@ -160,7 +160,7 @@ class BatchRunner:
         raise AssertionError("unreachable: the loop above ends by cancellation only")
 
     async def _follow(self) -> NoReturn:
-        """Batches that were given to, or cancelled by, another gateway."""
+        """Take up batches that other gateways accepted or cancelled."""
         while True:
             await asyncio.sleep(FOLLOW_S)
             await self._until_it_works("finding batches of other gateways", self._look)
@@ -215,7 +215,7 @@ class BatchRunner:
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
     async def _go_on(self, batch_id: str, job: _Job) -> None:
-        """`_advance`, or the end of a batch that this program cannot run, or whose output the disk refuses for good."""
+        """Advance a batch, or fail one that this program cannot run or whose output the disk refuses for good."""
         try:
             if job.failures >= MAX_FAILURES:
                 await self._give_up(batch_id, job)
@@ -242,7 +242,7 @@ class BatchRunner:
         await self.count()
 
     async def _advance(self, batch_id: str, job: _Job) -> None:
-        """From wherever the batch is to its end."""
+        """Advance a batch from its present state to its end."""
         batch = await self._load(batch_id)
         if batch is not None and job.ends_at_s is None:
             job.ends_at_s = self._clock.now_s() + batch.expires_at - self._clock.wall_s()
@@ -257,7 +257,7 @@ class BatchRunner:
         await self.count()
 
     async def _give_up(self, batch_id: str, job: _Job) -> None:
-        """failed, with the results that there are; without them if it is they that cannot be written."""
+        """Fail a batch with the results that there are, or without them if they cannot be written."""
         batch = await self._load(batch_id)
         if batch is None or not batch.unfinished:
             return
@@ -273,7 +273,7 @@ class BatchRunner:
         await self.count()
 
     def _left_s(self, job: _Job) -> float:
-        """Until the batch expires."""
+        """Return the seconds until the batch expires."""
         assert job.ends_at_s is not None
         return job.ends_at_s - self._clock.now_s()
 
@@ -314,7 +314,7 @@ class BatchRunner:
             self._log.info("batch begins", lines=total, endpoint=batch.endpoint)
 
     async def _run_lines(self, batch: StoredBatch, job: _Job) -> None:
-        """Until every line has a result, or the batch is cancelled or expires."""
+        """Run lines until every one has a result, or the batch is cancelled or expires."""
         left_s = self._left_s(job)
         lines = asyncio.create_task(self._all_lines(batch), name=f"{batch.id} lines")
         cancelled = asyncio.create_task(job.cancelled.wait())
@@ -341,7 +341,7 @@ class BatchRunner:
                 after = page[-1].number
 
     async def _storage_for_line(self, batch: StoredBatch) -> None:
-        """Results are stored too: while the store is at its limit, no further line starts."""
+        """Wait for space: while the store is at its limit, no further line starts."""
         waiting = False
         while not await self._store.run(lambda store: self._quota.may_run_line(store, batch.owner)):
             if not waiting:
@@ -380,7 +380,8 @@ class BatchRunner:
             self._metrics.lines("completed" if done.succeeded else "failed").inc()
 
     async def _answer_line(self, batch: StoredBatch, line: PendingLine) -> LineAnswer:
-        """Tried again while the server is busy, and a few times when its workers were lost. Raises `RequestError`."""
+        """Answer a line; retry while the server is busy, and a few times if its workers are lost. Raises
+        `RequestError`."""
         path = self._folder.content(batch.input_file_id)
         body = await asyncio.to_thread(read_body, path, line)
         chat = batch.endpoint == "/v1/chat/completions"
@@ -493,14 +494,14 @@ async def _busy_wait(wait_s: float) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Of a group the first: the others are its siblings, ended with it or by the same disk."""
+    """Return the reason of an error; of a group that of the first: the same disk or the first one ended the others."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)
 
 
 def _cause(error: BaseException) -> str:
-    """The same without paths: for clients."""
+    """Return the reason without paths, for clients."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
@@ -518,8 +519,8 @@ class OutputFiles:
     async def write(
         self, batch: StoredBatch, outcome: Outcome, *, succeeded: bool, now_s: float
     ) -> tuple[StoredFile | None, int]:
-        """The output (`succeeded`) or error file on disk, None when there is nothing to write, and how many lines it
-        names that never ran. Raises `OSError`."""
+        """Write the output (`succeeded`) or error file; return it, None if empty, and its number of lines that never
+        ran. Raises `OSError`."""
         kind = "output" if succeeded else "error"
         file_id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
         unrun = 0

@@ -90,14 +90,14 @@ UPDATE batches SET line_bytes = coalesce((
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Opens, creates or converts it. Raises `ConfigError` for one of a version that is unknown here, `sqlite3.Error`
-    for one that is damaged or cannot be used."""
+    """Open, create or convert the database. Raises `ConfigError` for an unknown version, `sqlite3.Error` for one that
+    is damaged or cannot be used."""
     name, upgrades = f"state.folder: {path}", {1: _TO_VERSION_2}
     return opened(path, name, SCHEMA_VERSION, _SCHEMA, upgrades, gives_back=True, check=lambda db: _check(db, path))
 
 
 def small_enough_to_check(path: Path) -> bool:
-    """Whether `open_database` has read all of it."""
+    """Return whether `open_database` has read all of it."""
     return path.stat().st_size <= CHECKED_BYTES
 
 

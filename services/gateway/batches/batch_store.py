@@ -60,8 +60,7 @@ class BatchStore:
     """One open database. Not for two threads at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates it. Raises `ConfigError` for a database of another version, `sqlite3.Error` for a broken
-        one."""
+        """Open or create the database. Raises `ConfigError` for another version, `sqlite3.Error` for a broken one."""
         self._db = open_database(path)
         self._uploads: dict[str, _Upload] = {}
         self._to_write_back = False
@@ -74,8 +73,8 @@ class BatchStore:
     # -- Files -----------------------------------------------------------------------------------------------------
 
     def add_file(self, file: StoredFile) -> StoredFile:
-        """`file.seq` is ignored; the stored one comes back. The reservation of its upload is released. A file of
-        the same id is replaced: finalizing repeats."""
+        """Add a file, releasing its upload's reservation, and return it as stored: `file.seq` is ignored. A file with
+        the same id is replaced, as finalizing may repeat."""
         with transaction(self._db):
             stored = self._put_file(file)
         self.release(file.id)
@@ -91,7 +90,7 @@ class BatchStore:
         return msgspec.convert(dict(row), StoredFile)
 
     def file(self, file_id: str, owner: str, now_s: float) -> StoredFile | None:
-        """None also for another owner's file and for one that has expired."""
+        """Return a file; None also for another owner's and for one that has expired."""
         row = self._db.execute(
             f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ? AND expires_at > ?", (file_id, owner, now_s)
         ).fetchone()
@@ -100,7 +99,7 @@ class BatchStore:
     def files(
         self, owner: str, now_s: float, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> list[StoredFile]:
-        """In order of creation. `after`: an id of the owner's; with an unknown one the list is empty."""
+        """List files in order of creation, after an id of the owner's (`after`); empty if that is unknown."""
         where, values = ["owner = ?", "expires_at > ?"], [owner, now_s]
         if purpose is not None:
             where.append("purpose = ?")
@@ -119,7 +118,7 @@ class BatchStore:
         return {row[0] for row in self._db.execute("SELECT id FROM files")}
 
     def file_in_use(self, file_id: str) -> bool:
-        """A batch that has not ended reads it."""
+        """Return whether an unfinished batch reads the file."""
         row = self._db.execute(
             f"SELECT 1 FROM batches WHERE input_file_id = ? AND status IN ({_NOT_ENDED}) LIMIT 1", (file_id,)
         ).fetchone()
@@ -129,14 +128,16 @@ class BatchStore:
         self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def held_files(self) -> bool:
-        """Whether this database ever knew a file. Contents beside one that never did belong to another database."""
+        """Return whether this database ever had a file. Contents beside one that never had belong to another
+        database."""
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'files'").fetchone()
         return row is not None and row[0] > 0
 
     # -- Storage in use --------------------------------------------------------------------------------------------
 
     def usage(self, owner: str) -> Usage:
-        """Lines count twice until their batch ends: they are here, and will be in a file before they go."""
+        """Return the space in use. Lines count twice until their batch ends: they are stored, and will be in a file
+        before they go."""
         files, owner_bytes, owner_files = self._db.execute(
             "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?1), 0), "
             "count(*) FILTER (WHERE owner = ?1) FROM files",
@@ -158,7 +159,7 @@ class BatchStore:
         )
 
     def reserve(self, file_id: str, owner: str, size: int) -> None:
-        """An upload has come so far. Its size counts from now on; a restart forgets it, and the upload."""
+        """Count `size` bytes of an upload from now on; a restart forgets both."""
         self._uploads[file_id] = _Upload(owner, size)
 
     def release(self, file_id: str) -> None:
@@ -167,7 +168,7 @@ class BatchStore:
     # -- Batches ---------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: StoredBatch) -> StoredBatch:
-        """`batch.seq` is ignored; the stored one comes back."""
+        """Add a batch and return it as stored: `batch.seq` is ignored."""
         columns = StoredBatch.__struct_fields__[1:]
         values = [_column(getattr(batch, name)) for name in columns]
         with transaction(self._db):
@@ -187,14 +188,14 @@ class BatchStore:
         )
 
     def batch(self, batch_id: str, owner: str | None = None) -> StoredBatch | None:
-        """`owner` None: of any owner."""
+        """Return a batch of this owner, or of any owner for None."""
         row = self._db.execute(
             f"SELECT {_BATCH} FROM batches WHERE id = ? AND coalesce(? = owner, 1)", (batch_id, owner)
         ).fetchone()
         return None if row is None else _batch(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> list[StoredBatch]:
-        """Newest first. `after`: an id of the owner's; with an unknown one the list is empty."""
+        """List batches, newest first, after an id of the owner's (`after`); empty if that is unknown."""
         where, values = "owner = ?", [owner]
         if after is not None:
             where += " AND seq < (SELECT seq FROM batches WHERE id = ? AND owner = ?)"
@@ -205,27 +206,26 @@ class BatchStore:
         return [_batch(row) for row in rows]
 
     def unfinished(self) -> list[str]:
-        """Ids of the batches that have not ended, oldest first."""
+        """Return the ids of unfinished batches, oldest first."""
         rows = self._db.execute(f"SELECT id FROM batches WHERE status IN ({_NOT_ENDED}) ORDER BY seq")
         return [row[0] for row in rows]
 
     def cancelling(self) -> list[str]:
-        """Ids of the batches whose end their clients wished for."""
         return [row[0] for row in self._db.execute("SELECT id FROM batches WHERE status = 'cancelling'")]
 
     def unfinished_count(self, owner: str) -> tuple[int, int]:
-        """Batches that have not ended: all, and the owner's."""
+        """Count unfinished batches: all, and the owner's."""
         row = self._db.execute(
             f"SELECT count(*), count(*) FILTER (WHERE owner = ?) FROM batches WHERE status IN ({_NOT_ENDED})", (owner,)
         ).fetchone()
         return row[0], row[1]
 
     def counts(self) -> dict[str, int]:
-        """Batches by status."""
+        """Count batches by status."""
         return dict(self._db.execute("SELECT status, count(*) FROM batches GROUP BY status").fetchall())
 
     def add_lines(self, batch_id: str, lines: Sequence[PendingLine], *, first: bool) -> None:
-        """Lines found while validating. `first` drops those of a validation that was cut off."""
+        """Add lines found by validation. `first` drops those of a validation that was interrupted."""
         with transaction(self._db):
             if first:
                 self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
@@ -240,7 +240,7 @@ class BatchStore:
             )
 
     def begin(self, batch_id: str, now_s: float, *, model: str | None) -> None:
-        """validating → in_progress, with the lines that were added."""
+        """Start a batch (validating → in_progress), with the lines that were added."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'in_progress', in_progress_at = ?, model = ?, "
@@ -249,7 +249,7 @@ class BatchStore:
             )
 
     def fail(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
-        """validating → failed."""
+        """Fail a batch: validating → failed."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
@@ -259,7 +259,7 @@ class BatchStore:
             self._drop_lines(batch_id)
 
     def expire_unread(self, batch_id: str, now_s: float) -> None:
-        """validating → expired: its time was over before its lines were known."""
+        """Expire a batch whose lines are not known: validating → expired."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'expired', expired_at = ? WHERE id = ? AND status = 'validating'",
@@ -268,7 +268,7 @@ class BatchStore:
             self._drop_lines(batch_id)
 
     def give_up(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
-        """Any batch that has not ended → failed."""
+        """Fail any batch that has not ended."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ?, failed = total - completed "
@@ -278,7 +278,8 @@ class BatchStore:
             self._drop_lines(batch_id)
 
     def leave_unwritten(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
-        """finalizing or cancelling → failed, without files. Its lines stay, until `reopen_unwritten` or retention."""
+        """Fail a finalizing or cancelling batch without files. Its lines stay, until `reopen_unwritten` or
+        retention."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
@@ -287,7 +288,7 @@ class BatchStore:
             )
 
     def reopen_unwritten(self) -> int:
-        """Batches that were left with results and without files are finalizing again, or cancelling; how many."""
+        """Return to finalizing or cancelling the batches that ended with results and without files; return how many."""
         with transaction(self._db):
             changed = self._db.execute(
                 "UPDATE batches SET failed_at = NULL, errors = NULL, "
@@ -301,7 +302,7 @@ class BatchStore:
         self._db.execute("UPDATE batches SET line_bytes = 0 WHERE id = ?", (batch_id,))
 
     def cancel(self, batch_id: str, now_s: float) -> bool:
-        """validating or in_progress → cancelling; False when it is too late or under way already."""
+        """Cancel a batch: validating or in_progress → cancelling. Return False if it was in another state."""
         with transaction(self._db):
             changed = self._db.execute(
                 "UPDATE batches SET status = 'cancelling', cancelling_at = ? "
@@ -311,7 +312,7 @@ class BatchStore:
         return changed.rowcount == 1
 
     def pending(self, batch_id: str, *, after: int, limit: int) -> list[PendingLine]:
-        """Lines without a result and with a number above `after`, in order."""
+        """Return lines without a result and with a number above `after`, in order."""
         rows = self._db.execute(
             "SELECT number, start, length, custom_id FROM lines "
             "WHERE batch_id = ? AND result IS NULL AND number > ? ORDER BY number LIMIT ?",
@@ -320,7 +321,7 @@ class BatchStore:
         return [PendingLine(*row) for row in rows]
 
     def finish_line(self, batch_id: str, line: FinishedLine) -> bool:
-        """Once and for all. False when it has a result already, or its batch no longer takes any."""
+        """Store a line's result. Return False if it has one, or its batch takes none any more."""
         with transaction(self._db):
             changed = self._db.execute(
                 "UPDATE lines SET succeeded = ?, result = ? WHERE batch_id = ? AND number = ? AND result IS NULL "
@@ -346,7 +347,7 @@ class BatchStore:
         return True
 
     def begin_finalizing(self, batch_id: str, now_s: float) -> None:
-        """in_progress → finalizing. A batch that is being cancelled keeps saying so until it is cancelled."""
+        """Start finalizing: in_progress → finalizing. A batch that is being cancelled keeps its status."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET finalizing_at = coalesce(finalizing_at, ?), "
@@ -356,8 +357,8 @@ class BatchStore:
             )
 
     def results(self, batch_id: str, *, succeeded: bool, after: int, page_bytes: int) -> list[tuple[int, bytes]]:
-        """Numbers and output lines, in the order of the input: at least one, and further ones while all together have
-        less than `page_bytes`. Empty after the last."""
+        """Return numbers and output lines, in the order of the input: at least one, and more while they have less than
+        `page_bytes` together. Empty after the last."""
         rows = self._db.execute(
             "SELECT number, result FROM lines WHERE batch_id = ? AND succeeded = ? AND number > ? ORDER BY number",
             (batch_id, succeeded, after),
@@ -382,8 +383,8 @@ class BatchStore:
         errors: StoredFile | None,
         reasons: Sequence[LineError] | None = None,
     ) -> None:
-        """finalizing or cancelling → its end, together with its files. The lines are in them now and go. `reasons`:
-        of a batch that failed."""
+        """End a finalizing or cancelling batch, with its files. The lines are in them now and go. `reasons`: of a batch
+        that failed."""
         with transaction(self._db):
             for file in (output, errors):
                 if file is not None:
@@ -413,7 +414,7 @@ class BatchStore:
         return [row[0] for row in gone]
 
     def swept_at_s(self) -> float | None:
-        """The wall clock at the last `note_sweep`, of this process or an earlier one."""
+        """Return the wall clock at the last `note_sweep`, of this process or an earlier one."""
         row = self._db.execute("SELECT value FROM meta WHERE name = 'swept_at'").fetchone()
         return None if row is None else float(row[0])
 

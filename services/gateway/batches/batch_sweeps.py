@@ -22,7 +22,7 @@ class _Anchor:
     elapsed_s: float
 
     def drift_s(self, now: _Anchor) -> float:
-        """By how much the wall clock has moved more than time passed."""
+        """Return the seconds by which the wall clock moved more than time passed."""
         return (now.wall_s - self.wall_s) - (now.elapsed_s - self.elapsed_s)
 
     def agrees(self, now: _Anchor) -> bool:
@@ -38,7 +38,7 @@ class SweepGuard:
         self._trusted: _Anchor | None = None
         self._doubted: _Anchor | None = None
         self.jumped_s = 0.0
-        """How far the clock had moved when it was doubted last."""
+        """Drift of the clock when it was last doubted."""
 
     def trusted(self, wall_s: float, elapsed_s: float) -> bool:
         now = _Anchor(wall_s, elapsed_s)
@@ -63,5 +63,5 @@ class SweepGuard:
 
 
 def since_boot_s() -> float:
-    """Seconds of a clock that is never set; where the system says so, those of a suspended host too."""
+    """Return the seconds of a clock that is never set, with those of a suspended host where the system counts them."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """At most `limit` lines at a time; while an online request waits for a worker, no new one beyond `busy_limit`.
-    First come, first served, so that batches that run at the same time advance alike."""
+    """Limit of `limit` lines at a time; while an online request waits for a worker, no line starts beyond `busy_limit`.
+    Turns are given in order of arrival, so that concurrent batches advance alike."""
 
     def __init__(self, limit: int, busy_limit: int, online_waiting: Callable[[], int], changed: asyncio.Event) -> None:
         """`changed` is set, also by others, when there may be a turn: say, no online request waits any more."""
@@ -47,8 +47,8 @@ class Turns:
 
     @contextmanager
     def waiting(self, owner: str) -> Iterator[None]:
-        """A line waits for a limit of its key; within the block its turn is others'. It has it back then, also beyond
-        the limit, which lines of other keys may have reached meanwhile."""
+        """Give a line's turn to others while it waits for its key's limit. It returns after the block, even beyond the
+        limit, which other keys' lines may have reached."""
         self._limited[owner] += 1
         self.give_back()
         try:

@@ -89,8 +89,8 @@ class UploadForm:
         self.filename: str | None = None
 
     async def read(self, store: Callable[[bytes, int], Awaitable[None]]) -> None:
-        """Until the form's end. `store` is given the content in order, a piece at a time, and how many bytes there are
-        with it. Raises `RequestError`."""
+        """Read to the form's end. `store` gets the content in order, piece by piece, with the bytes so far. Raises
+        `RequestError`."""
         try:
             reader = MultipartReader(self._headers, cast(StreamReader, self._stream))
             async for part in reader:
@@ -113,7 +113,7 @@ class UploadForm:
             raise RequestError(f"The form cannot be read: {printable(str(error))}") from error
 
     def retention_s(self) -> int:
-        """Checks the form that was read; seconds until the file expires. Raises `RequestError`."""
+        """Check the form that was read; return the seconds until the file expires. Raises `RequestError`."""
         if self.filename is None:
             raise RequestError("file is missing.", param="file")
         purpose = self._fields.get("purpose")

@@ -33,7 +33,8 @@ BUSY_CONCURRENCY = 1
 
 
 class Batches:
-    """Made by `opened`; usable until that ends. Without `work`, files and batches are answered with 503."""
+    """Files and batches of a gateway, made by `opened` and usable until that ends. Without `work` they are answered
+    with 503."""
 
     def __init__(self, work: tuple[BatchApi, BatchRunner] | None) -> None:
         self._work = work
@@ -48,7 +49,6 @@ class Batches:
         ]
 
     async def run(self) -> NoReturn:
-        """Until cancelled."""
         if self._work is not None:
             await self._work[1].run()
         await asyncio.Event().wait()
@@ -69,8 +69,8 @@ class Batches:
         metrics: MetricFactory,
         log: structlog.stdlib.BoundLogger,
     ) -> AsyncIterator[Batches]:
-        """`online_placed` is set whenever no online request waits for a worker any more. Raises `ConfigError` when the
-        folder cannot be used, or its database is of another version."""
+        """Open the folder and its database. `online_placed` is set whenever no online request waits for a worker any
+        more. Raises `ConfigError` if the folder cannot be used, or its database has another version."""
         folder = BatchFolder(folder_of(config, instance), shared=config.gateway.processes > 1)
         own_metrics = BatchMetrics(metrics)
         own_metrics.usable().set(0)
@@ -117,7 +117,8 @@ class Batches:
 
 
 async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> StoreThread | None:
-    """None where the database is damaged or cannot be used. Nothing of it is touched then, and no content either."""
+    """Open the store; None if the database is damaged or cannot be used. Nothing of it, and no content, is touched
+    then."""
     store = StoreThread(folder.database)
     try:
         if folder.alone:
@@ -141,7 +142,7 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
 
 @asynccontextmanager
 async def _left_parts_removed(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
-    """Now and then within the block: a gateway that was killed left them, and others go on."""
+    """Remove the parts of killed gateways now and then within the block, as others go on."""
 
     async def look() -> NoReturn:
         while True:

@@ -282,7 +282,7 @@ class ToolReader:
         return True
 
     def _reject(self, text: str) -> None:
-        """Treat text that only began like a call as content."""
+        """Return text that only began like a call to the content."""
         self._say(self._white + text if text else "")
         self._white = ""
 

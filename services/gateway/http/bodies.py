@@ -81,8 +81,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Our own part of a body: class, SLO, and what is to happen where no worker can keep its TTFT: an error at once,
-    the answer as best-effort, or late. The x-cohort-… headers say the same and win."""
+    """Cohort's own part of a body: class, SLO, and what happens where no worker can keep its TTFT: an error at once,
+    the answer as best-effort, or late. The x-cohort-… headers override it."""
 
     traffic_class: TrafficClass | None = msgspec.field(default=None, name="class")
     ttft_slo_ms: Milliseconds | None = None
@@ -107,7 +107,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As vLLM names it; `structural_tag` and `whitespace_pattern` are refused."""
+    """Structured outputs, as vLLM names them; `structural_tag` and `whitespace_pattern` are refused."""
 
     json: dict[str, Any] | bool | str | None = None
     regex: str | None = None

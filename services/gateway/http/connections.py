@@ -33,12 +33,12 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.typedefs import Handler, Middleware
 
 QUIET_S = 1.0
-"""Without a request, until open connections count as idle: a client that answers a response with another request does
-so within it."""
+"""Time without a request until open connections count as idle: a client that answers a response with another request
+does so within it."""
 _POLL_S = 0.05
 SIGNAL = signal.SIGUSR1
 LOOKS = 4
-"""Within the shorter of the two times: a connection is aborted at most this part of it too late."""
+"""Checks within the shorter of the two times: a connection is aborted at most this fraction of it too late."""
 
 
 class Handover:
@@ -50,12 +50,12 @@ class Handover:
         self._ended_s = float("-inf")
 
     def listen(self) -> None:
-        """From now on the signal asks for it. On the running loop; only that of the main thread hears signals."""
+        """Handle the signal from now on, on the running loop; only the main thread's loop receives signals."""
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(SIGNAL, self._ask)
 
     def middleware(self) -> Middleware:
-        """Counts the requests that run."""
+        """Return a middleware that counts running requests."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -69,13 +69,13 @@ class Handover:
         return middleware
 
     async def end_connection(self, _: web.Request, response: web.StreamResponse) -> None:
-        """For `on_response_prepare`: the connection ends with this response."""
+        """End the connection with this response; for `on_response_prepare`."""
         if self.asked:
             response.force_close()
             response.headers["Connection"] = "close"
 
     async def quiet(self, timeout_s: float) -> None:
-        """Until no request has run for `QUIET_S`."""
+        """Wait until no request has run for `QUIET_S`."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while (now_s := loop.time()) < began_s + timeout_s:
@@ -97,10 +97,10 @@ class _Connection:
     moved_s: float
     pending_since_s: float | None = None
     written_before: int = 0
-    """By the requests before this one."""
+    """Bytes written by the requests before this one."""
     left: int = 0
     endless: bool = False
-    """It may take as long as it likes while it moves: the content of a file."""
+    """Whether it may take any time while it moves: a file's content."""
 
 
 class SlowReaders:
@@ -199,7 +199,7 @@ def _unsent(transport: asyncio.Transport) -> int:
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:
-    """Bytes that the kernel has taken and the client's has not."""
+    """Return the bytes that the kernel has taken and the client has not acknowledged."""
     count = array.array("i", [0])
     with contextlib.suppress(OSError, AttributeError):
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)

@@ -60,15 +60,15 @@ def anthropic_error(error: RequestError) -> AnthropicError:
 
 
 def shaped_error(error: RequestError, path: str) -> AnthropicError | OpenAiError:
-    """As clients of this path expect it."""
+    """Return the error in the format of the API that serves `path`."""
     if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
         return anthropic_error(error)
     return error_body(error)
 
 
 def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
-    """The error of a chat's field by the name that another API has for it. `names`: regular expressions for the
-    beginning of a field's path, and what stands there instead; the first that matches counts."""
+    """Rename a chat's field in an error to its name in another API. `names`: regular expressions for the beginning of a
+    field's path, with replacements; the first match counts."""
     if error.param is None:
         return error
     for pattern, name in names:
@@ -85,7 +85,7 @@ def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestErr
 
 
 def retry_after(error: RequestError) -> str | None:
-    """Whole seconds, at least one."""
+    """Return the wait in whole seconds, at least one."""
     return None if error.retry_after_s is None else str(max(1, math.ceil(error.retry_after_s)))
 
 

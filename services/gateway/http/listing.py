@@ -11,7 +11,7 @@ from cohort.services.gateway.http.service_headers import printable
 
 
 def query_of(request: web.Request, *known: str) -> dict[str, str]:
-    """Raises `RequestError` for a parameter that is not `known`."""
+    """Return the query. Raises `RequestError` for a parameter that is not `known`."""
     query = dict(request.query)
     if unknown := next((name for name in query if name not in known), None):
         raise RequestError(f"There is no parameter {printable(unknown)!r}.", param=printable(unknown))
@@ -29,5 +29,5 @@ def limit_of(query: Mapping[str, str], *, default: int, most: int) -> int:
 
 
 def known_id(text: str) -> str:
-    """An id as it may be looked up: half characters, which a URL can carry, are in no id."""
+    """Return an id to look up: half characters, which a URL can carry, are in no id."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -28,11 +28,11 @@ from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
 
 RETRY_S = 1.0
-"""Of a body that found the budget used up: bodies are in flight for about as long."""
+"""Wait of a client whose body exceeds the budget: bodies are in flight for about as long."""
 _FORMS = ("/v1/files",)
 """POST bodies that are no JSON."""
 SLICE_BYTES = 1 << 17
-"""Counted at a time: a tenth of a millisecond, and at worst one."""
+"""Bytes counted at a time: a tenth of a millisecond, a whole one at worst."""
 # A chat message in its longest form: the message, its list of parts, two parts.
 _CONTAINERS_PER_MESSAGE = 4
 # Keys and values of a message in that form.
@@ -47,7 +47,7 @@ _OPENING = frozenset(b"[{")
 
 @web.middleware
 async def refuse_other_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Bodies that nothing here reads: compressed ones, and other types where JSON is expected.
+    """Refuse bodies that nothing here reads: compressed ones, and other types where JSON is expected.
 
     A page in a browser may send other types than JSON to any server without asking it first (a "simple" request), so
     this is also what keeps foreign pages out where the browser names no origin.
@@ -60,20 +60,20 @@ async def refuse_other_bodies(request: web.Request, handler: Handler) -> web.Str
 
 
 def expecting_later(route: web.RouteDef) -> web.RouteDef:
-    """Without aiohttp's own answer to `Expect: 100-continue`, which invites a body before anything looks at the
-    headers; `invite_bodies` does it."""
+    """Return the route without aiohttp's answer to `Expect: 100-continue`, which invites a body before the headers are
+    checked; `invite_bodies` does it."""
     return web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": _expected})
 
 
 async def _expected(request: web.Request) -> None:
-    """Raises a 417 for any other expectation."""
+    """Raise a 417 for any other expectation."""
     if request.headers["Expect"].strip().lower() != "100-continue":
         raise web.HTTPExpectationFailed(text="Expect: 100-continue, or nothing.")
 
 
 @web.middleware
 async def invite_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Behind all that refuses by headers: only now a client that waits for it sends its body."""
+    """Send "100 Continue" to a client that holds its body back, after all that refuses by headers."""
     asked = "Expect" in request.headers and request.version >= HttpVersion11
     if asked and request.match_info.http_exception is None and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -102,7 +102,7 @@ class _Held:
 
 
 def most_in_flight(config: GatewayConfig) -> int:
-    """Bytes of bodies at one gateway: its part, and at least the largest body."""
+    """Return the bytes of bodies at one gateway: its part, and at least the largest body."""
     return max(config.max_body_bytes, -(-bounds.BOUNDS.bodies * config.max_body_bytes // config.processes))
 
 
@@ -115,7 +115,7 @@ class RequestBodies:
 
     @asynccontextmanager
     async def reading(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body, which counts as in flight until the block ends. Raises `RequestError` as the module says."""
+        """Read the body, which counts as in flight until the block ends. Raises `RequestError` as the module says."""
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise self._too_large()
         held = _Held()
@@ -144,7 +144,7 @@ class RequestBodies:
         return bytes(body)
 
     def _take(self, held: _Held, count: int) -> None:
-        """`count` bytes more of a body have arrived."""
+        """Count `count` more bytes of a body."""
         if held.bytes + count > self._config.max_body_bytes:
             raise self._too_large()
         if self.in_flight_bytes + count > (most := most_in_flight(self._config)):
@@ -173,7 +173,7 @@ class _Limits:
     values: int
     depth: int
     what: str
-    """What the strings and containers are there for, and how many of which."""
+    """Name of what the strings and containers are for, with its limit."""
 
     @classmethod
     def of(cls, config: GatewayConfig, *, chat: bool) -> _Limits:
@@ -192,7 +192,7 @@ class _Limits:
 
 
 def refuse_shape(data: bytes, config: GatewayConfig, *, chat: bool) -> None:
-    """Raises `RequestError` for a body with more values, or deeper ones, than any request of its endpoint may have."""
+    """Raise `RequestError` for a body with more values, or deeper ones, than any request of its endpoint may have."""
     limits = _Limits.of(config, chat=chat)
     quotes = containers = values = depth = 0
     cut = b""
@@ -225,7 +225,7 @@ def _too_many(what: str, most: int, of_which: str) -> RequestError:
 
 
 def _depth_after(brackets: bytes, depth: int, most: int) -> int:
-    """Negative as soon as more is closed than was opened."""
+    """Return the depth, negative as soon as more is closed than was opened."""
     for bracket in brackets:
         depth += 1 if bracket in _OPENING else -1
         if depth > most:

@@ -11,6 +11,6 @@ LAST_EVENT_HEADER = "Last-Event-ID"
 
 
 def printable(text: str, limit: int = 100) -> str:
-    """A client's own text as it may appear in an answer: short, and encodable."""
+    """Return a client's own text for use in an answer: short, and encodable."""
     shown = text if len(text) <= limit else f"{text[:limit]}…"
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")

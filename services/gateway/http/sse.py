@@ -27,7 +27,7 @@ def framed(event: msgspec.Struct) -> bytes:
 
 
 def named(name: str, event: msgspec.Struct) -> bytes:
-    """An event with its name."""
+    """Encode an event with its name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(event))
 
 
@@ -41,7 +41,7 @@ class Outbox:
         self._streams: list[EventStream] = []
 
     def add(self, stream: EventStream) -> None:
-        """It has something to send."""
+        """Add a stream that has something to send."""
         if not self._streams:
             asyncio.get_running_loop().call_soon(self._flush)
         self._streams.append(stream)
@@ -111,13 +111,13 @@ class EventStream:
         return self.response
 
     def soon(self, event: bytes) -> None:
-        """An event of a stream that `keeps_up`, to be sent by the outbox."""
+        """Queue an event of a stream that `keeps_up`; the outbox sends it."""
         if not self._soon:
             self._outbox.add(self)
         self._soon.append(event)
 
     def flush(self) -> None:
-        """Straight to the transport: what `StreamResponse.write` would do."""
+        """Write straight to the transport, as `StreamResponse.write` would."""
         events = self._soon
         if not events:
             return
@@ -136,7 +136,7 @@ class EventStream:
         self.keeps_up = transport.get_write_buffer_size() < AT_ONCE_BYTES
 
     async def send(self, events: Sequence[bytes]) -> None:
-        """As one write. Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
+        """Send as one write. Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
         if not events:
             return
         data = events[0] if len(events) == 1 else b"".join(events)
@@ -155,7 +155,6 @@ class EventStream:
         self.keeps_up = transport is not None and transport.get_write_buffer_size() < AT_ONCE_BYTES
 
     async def _end(self, events: Sequence[bytes] = ()) -> None:
-        """These are the last ones."""
         await self.send(events)
         self.flush()
         async with asyncio.timeout(self._write_timeout_s):

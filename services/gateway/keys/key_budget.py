@@ -18,9 +18,9 @@ from cohort.common.types import TrafficClass
 
 MINUTE_S, DAY_S = 60.0, 86_400
 _NOTHING = 1e-6
-"""Less than this is missing only because seconds are fractions."""
+"""Tokens below which a shortfall is rounding: seconds are fractions."""
 _RETRY_OPEN_S = 1.0
-"""Of a key with all its requests open: nothing tells when one ends."""
+"""Time after which a key with all its requests open should retry: nothing shows when one ends."""
 
 
 class KeyLimited(RequestError):
@@ -41,34 +41,34 @@ class Bucket:
         self._at_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Left now; negative = in debt."""
+        """Return what is left now; negative = in debt."""
         elapsed_s = max(0.0, now_s - self._at_s)
         self._level = min(float(self.limit), self._level + elapsed_s * self.limit / MINUTE_S)
         self._at_s = max(self._at_s, now_s)
         return self._level
 
     def take(self, now_s: float, count: float) -> None:
-        """`count` negative: given back."""
+        """Take `count` from the bucket; a negative one gives back."""
         self._level = min(float(self.limit), self.level(now_s) - count)
 
     def wait_s(self, now_s: float, count: float) -> float:
-        """Until so many are left; 0 = they are."""
+        """Return the seconds until `count` are left; 0 if they are."""
         missing = count - self.level(now_s)
         return missing * MINUTE_S / self.limit if self.limit and missing > _NOTHING else 0.0
 
     def relimit(self, now_s: float, limit: int) -> None:
-        """What was used stays used."""
+        """Set the limit. What was used stays used."""
         used, _ = self.used(now_s)
         self.limit = limit
         self._level = limit - used
 
     def used(self, now_s: float) -> tuple[float, float]:
-        """Of a full bucket, and at what time: `now_s`, or later where it was looked at later."""
+        """Return what a full bucket lacks, and when: `now_s`, or the last look if that is later."""
         used = self.limit - self.level(now_s) if self.limit else 0.0
         return used, max(self._at_s, now_s)
 
     def restore(self, used: float, at_s: float) -> None:
-        """As `used` said."""
+        """Restore what `used` returned."""
         self._level, self._at_s = self.limit - used, at_s
 
 
@@ -98,7 +98,7 @@ class Day:
 
 
 class KeyBudget:
-    """Of one key as one class. `name` and `traffic_class` are for messages."""
+    """Budget of one key as one class. `name` and `traffic_class` are for messages."""
 
     def __init__(
         self,
@@ -119,14 +119,13 @@ class KeyBudget:
         """Tokens of requests that are open."""
 
     def relimit(self, limits: KeyLimits, now_s: float) -> None:
-        """The operator changed them."""
         self.limits = limits
         self.requests.relimit(now_s, limits.requests_per_minute)
         self.tokens.relimit(now_s, limits.tokens_per_minute)
         self.day.limit = limits.tokens_per_day
 
     def check(self, now_s: float, wall_s: float) -> None:
-        """Raises `KeyLimited` where a limit has nothing left."""
+        """Raise `KeyLimited` where a limit has nothing left."""
         limits = self.limits
         if limits.concurrent_requests and self.open >= limits.concurrent_requests:
             error = self._spent(
@@ -142,23 +141,23 @@ class KeyBudget:
             raise self._spent("tokens_per_minute", limits.tokens_per_minute, "none is left", wait_s)
 
     def admit(self, now_s: float, wall_s: float) -> None:
-        """`check`, then `enter`, and nothing in between."""
+        """Call `check`, then `enter`."""
         self.check(now_s, wall_s)
         self.enter(now_s)
 
     def enter(self, now_s: float) -> None:
-        """One more request is open; after `check`."""
+        """Count one more open request; called after `check`."""
         self.open += 1
         self.requests.take(now_s, 1)
 
     def leave(self, now_s: float, *, counts: bool) -> None:
-        """It ended; `counts` False: it was not served, and is not one of the minute's."""
+        """Close a request. With `counts` False it was not served, and does not count in the minute."""
         self.open -= 1
         if not counts:
             self.requests.take(now_s, -1)
 
     def reserve(self, now_s: float, wall_s: float, tokens: int) -> None:
-        """Raises `KeyLimited` as long as there are not so many, a 400 `RequestError` where there never will be."""
+        """Reserve tokens. Raises `KeyLimited` while too few are left, a 400 `RequestError` beyond the limit."""
         limits = self.limits
         for name, limit in (("tokens_per_minute", limits.tokens_per_minute), ("tokens_per_day", limits.tokens_per_day)):
             if limit and tokens > limit:
@@ -177,7 +176,7 @@ class KeyBudget:
         self.reserved += tokens
 
     def settle(self, now_s: float, wall_s: float, reserved: int, used: int) -> None:
-        """`used` in place of `reserved`, whatever is left."""
+        """Charge `used` in place of `reserved`, whatever is left."""
         self._charge(now_s, wall_s, used - reserved)
         self.reserved -= reserved
 
@@ -186,7 +185,7 @@ class KeyBudget:
         self.day.take(wall_s, tokens)
 
     def headers(self, now_s: float, wall_s: float) -> dict[str, str]:
-        """As OpenAI names them; of the tokens' two limits the one of which less is left. Empty for no limit."""
+        """Return headers as OpenAI names them; of the two token limits the tighter one. Empty without limits."""
         found: dict[str, str] = {}
         limits = self.limits
         if limits.requests_per_minute:
@@ -219,7 +218,7 @@ def _three(what: str, limit: int, level: float, full_s: float) -> dict[str, str]
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes them: 250ms, 7s, 1m30s, 5h2m0s. Rounded up."""
+    """Format a time as OpenAI does, rounded up: 250ms, 7s, 1m30s, 5h2m0s."""
     milliseconds = -int(-seconds * 1000 // 1)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -25,7 +25,7 @@ class Lease:
     def __init__(
         self, budget_of: Callable[[TrafficClass], KeyBudget], traffic_class: TrafficClass, clock: Clock
     ) -> None:
-        """Raises `KeyLimited`."""
+        """Raise `KeyLimited`."""
         self._budget_of = budget_of
         self._clock = clock
         self.traffic_class = traffic_class
@@ -37,10 +37,11 @@ class Lease:
         self._held = False
         self._then: Callable[[], None] = lambda: None
         self.judged: Judged | None = None
-        """Told of the SLOs of what it asked for, also after it ended."""
+        """Callback for the SLOs of its choices, also after the request ended."""
 
     def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
-        """What it may use, as what is now known of it. Raises `KeyLimited`, or a 400 `RequestError`."""
+        """Reserve the tokens that the request may use, under the class known by now. Raises `KeyLimited`, or a 400
+        `RequestError`."""
         now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
         if traffic_class != self.traffic_class:
             budget = self._budget_of(traffic_class)
@@ -52,26 +53,26 @@ class Lease:
         self._reserved += tokens
 
     def answered_by(self, used: Used) -> None:
-        """It was admitted; what it uses is told by this, also after it ended."""
+        """Add a source of the tokens used. It is read when the lease ends, and later for what comes after."""
         self._used.append(used)
 
     def answered_instead_by(self, used: Used) -> None:
-        """What it uses is told by this alone."""
+        """Replace the sources of the tokens used by this one."""
         self._used = [used]
 
     def hold(self) -> None:
-        """It stays open beyond its handler, until `free`."""
+        """Keep the request open beyond its handler, until `free`."""
         self._held = True
 
     def when_free(self, then: Callable[[], None]) -> None:
-        """At once, unless it is held."""
+        """Call `then` at once, or after `free` while the request is held."""
         if self._held:
             self._then = then
         else:
             then()
 
     def free(self, *, counts: bool = True) -> None:
-        """No longer held. `counts` False: another gateway goes on with it, and charges for all of it."""
+        """Release a held request. With `counts` False another gateway continues it, and charges for all of it."""
         if not counts:
             self._used = []
         self._held = False
@@ -79,7 +80,7 @@ class Lease:
         then()
 
     def end(self, error: BaseException | None = None) -> Amounts:
-        """Gives back what was not used; what was. `error`: what kept it from being answered. Only once."""
+        """Give back what was not used and return what was. Only once; `error` is what kept it from being answered."""
         assert not self._ended
         self._ended = True
         now_s = self._clock.now_s()
@@ -94,5 +95,5 @@ class Lease:
 
 
 Judged = Callable[[TrafficClass, Mapping[str, bool]], None]
-"""Of a choice that ended: its class, and by objective whether it was kept."""
+"""Callback for an ended choice: its class, and whether each objective was kept."""
 LEASE = web.RequestKey("lease", Lease)

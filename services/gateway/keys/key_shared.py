@@ -18,7 +18,7 @@ from cohort.services.gateway.keys.key_table import KeyTable, Record
 
 
 class SharedKeyBudget(KeyBudget):
-    """Raises `OSError` where the table cannot be written."""
+    """Budget in the table that all gateways share. Raises `OSError` where the table cannot be written."""
 
     def __init__(
         self,
@@ -81,8 +81,7 @@ class SharedKeyBudget(KeyBudget):
 
     @contextmanager
     def _changing(self, now_s: float) -> Iterator[Record]:
-        """The state is that of the record within the block, and the record's is the state's behind it, unless the block
-        raises."""
+        """Lock the table and load the record into the state; store the state at the end, unless the block raises."""
         table, slot = self._table, self._table.slot
         with table.locked():
             record = table.read(self._place)
@@ -111,7 +110,7 @@ class SharedKeyBudget(KeyBudget):
             super().check(now_s, wall_s)
 
     def _forget_dead(self, record: Record) -> bool:
-        """Written at once: the refusal may stand."""
+        """Write what dead gateways gave back at once, as the refusal may stand; return whether there was anything."""
         if not self._table.forget_dead(record):
             return False
         self._table.write(self._place, record)

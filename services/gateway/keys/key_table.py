@@ -33,8 +33,8 @@ assert 4096 % _RECORD_BYTES == 0
 
 @dataclass(slots=True)
 class Record:
-    """Of one key and class. `at_s`: monotonic seconds to which the buckets are refilled; `day`: number of the day of
-    UTC; `open` and `reserved`: requests and tokens by slot."""
+    """State of one key and class. `at_s`: monotonic seconds to which the buckets are refilled; `day`: number of the day
+    of UTC; `open` and `reserved`: requests and tokens by slot."""
 
     digest: bytes
     requests_used: float = 0.0
@@ -56,7 +56,8 @@ class Record:
         return head + _CELLS.pack(*self.open, *self.reserved)
 
     def forget(self, slot: int) -> bool:
-        """What its gateway had is given back; whether there was anything. The minute's buckets refill by themselves."""
+        """Give back what the slot's gateway had; return whether there was anything. The minute's buckets refill by
+        themselves."""
         had = bool(self.open[slot] or self.reserved[slot])
         self.day_used = max(0, self.day_used - self.reserved[slot])
         self.open[slot] = self.reserved[slot] = 0
@@ -77,7 +78,7 @@ class KeyTable:
         self.slot = -1
 
     def open(self) -> None:
-        """Takes a slot. Raises `ConfigError`."""
+        """Open the table and take a slot. Raises `ConfigError`."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = _private(self._folder / "table")
@@ -91,7 +92,7 @@ class KeyTable:
             raise
 
     def close(self) -> None:
-        """What is still open here is given back, as with a process that ends."""
+        """Close the table. What is still open here is given back, as when a process ends."""
         for file in (*self._slot_files.values(), self._file):
             if file >= 0:
                 os.close(file)
@@ -100,7 +101,7 @@ class KeyTable:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other gateway reads or writes within the block. Not to be nested."""
+        """Lock out all other gateways within the block. Not to be nested."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -108,7 +109,7 @@ class KeyTable:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def place(self, first: Record) -> int:
-        """Of the record with this digest; where there is none yet, this is it."""
+        """Return the place of the record with this digest; `first` is added where there is none."""
         count = os.fstat(self._file).st_size // _RECORD_BYTES  # part of a record: its writer was killed
         while self._known < count:
             self._places[self.read(self._known).digest] = self._known
@@ -126,7 +127,7 @@ class KeyTable:
         os.pwrite(self._file, record.encode(), place * _RECORD_BYTES)
 
     def forget_dead(self, record: Record) -> bool:
-        """Gives back what gateways have in it that live no more; whether there was anything."""
+        """Give back what dead gateways have in the record; return whether there was anything."""
         slots = [slot for slot in range(SLOTS) if record.open[slot] or record.reserved[slot]]
         # Of every one, not up to the first.
         return any([record.forget(slot) for slot in slots if slot != self.slot and not self._alive(slot)])
@@ -155,8 +156,8 @@ class KeyTable:
         return False
 
     def _alive(self, slot: int) -> bool:
-        """Whether a gateway holds it. Slots are taken and looked at with the table's lock alone, so a look is never
-        taken for a holder."""
+        """Return whether a gateway holds the slot. Slots are taken and tested under the table's lock, so a test is
+        never taken for a holder."""
         if not self._locks(slot):
             return True
         fcntl.flock(self._slot_files[slot], fcntl.LOCK_UN)
@@ -164,5 +165,5 @@ class KeyTable:
 
 
 def _private(path: Path) -> int:
-    """Not inherited by processes that this one starts, or the lock would outlive it."""
+    """Open a file that child processes do not inherit: the lock would outlive this process."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

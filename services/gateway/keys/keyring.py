@@ -23,11 +23,11 @@ from cohort.common.keys.key_file import SALT_BYTES, hash_key, matching, read_key
 from cohort.common.types import TrafficClass
 
 RELOAD_S = 1.0
-"""Between two looks at the file: a revoked key works for so long."""
+"""Interval between two looks at the file: a revoked key works for so much longer at most."""
 _Stamp = tuple[int, int, int]
 _CONFIGURED = "config"
 FILED = "key-"
-"""What the id of a key of the file begins with."""
+"""Prefix of the ids of keys from the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Keyring:
         return len(self._configured) + len(self._filed)
 
     def find(self, token: str) -> Key | None:
-        """The key that this is. All are compared, in constant time."""
+        """Return the key with this token. All are compared, in constant time."""
         self._look_again()
         found: Key | None = None
         for salt, known in ((self._salt, self._configured), (self._file_salt, self._filed)):
@@ -86,7 +86,7 @@ class Keyring:
         return found
 
     def of_owner(self, owner: str) -> Key | None:
-        """None: it was revoked, or is no key of today's."""
+        """Return the owner's key; None if it was revoked or is unknown."""
         self._look_again()
         return self._of_owner.get(owner)
 
@@ -94,7 +94,7 @@ class Keyring:
         return list(self._of_owner.values())
 
     def _plain(self, place: int, key: str) -> Key:
-        """Known by its place: people choose such keys, and a digest that is shown would help to guess one."""
+        """Return a key named by its place: people choose such keys, and showing a digest would help to guess one."""
         name, owner = f"{_CONFIGURED}-{place}", hashlib.sha256(key.encode()).hexdigest()
         return Key(name, name, owner, self._limits, self._limits)
 
@@ -130,7 +130,7 @@ class Keyring:
         self._log.info("keys read again", keys=len(self._filed), file=str(self._path))
 
     def _stamp_of(self) -> _Stamp | None:
-        """Of a replaced or changed file another one; None where there is none."""
+        """Return a stamp that differs once the file changes; None without a file."""
         assert self._path is not None
         try:
             status = self._path.stat()

@@ -23,7 +23,7 @@ from cohort.services.gateway.keys.keyring import Key, Keyring
 REQUEST_ID_HEADER = "x-request-id"
 HTTP_ID = web.RequestKey("http_id", str)
 OWNER = web.RequestKey("owner", str)
-"""Whose files and batches a request sees: that of its API key (`Key.owner`); "" where no keys are asked for."""
+"""Owner whose files and batches a request sees: that of its API key (`Key.owner`); "" where no keys are required."""
 KEY = web.RequestKey("key", Key)
 """The API key of a request; only where keys are asked for."""
 MAX_ID_CHARACTERS = 256
@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def resolve_keys(configured: Sequence[str]) -> tuple[str, ...]:
-    """Entries as they are, `env:NAME` from the environment. Raises `ConfigError` naming what is missing."""
+    """Resolve `env:NAME` entries from the environment. Raises `ConfigError` naming what is missing."""
     keys = []
     for index, entry in enumerate(configured):
         name = entry.removeprefix("env:")
@@ -57,7 +57,7 @@ def error_response(error: RequestError, path: str) -> web.Response:
 
 
 def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
-    """The outermost middleware: names the request, and turns every exception into an answer."""
+    """Return the outermost middleware, which names the request and turns every exception into an answer."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -87,7 +87,7 @@ def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
 
 
 def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
-    """403 for pages of other sites in a browser, and for names that are not this server's."""
+    """Return a middleware that answers 403 to other sites' pages in a browser and to foreign host names."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -100,7 +100,7 @@ def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
 
 
 def require_key(keyring: Keyring) -> Middleware:
-    """A bearer token for everything under /v1, and what works as hard, when keys are asked for."""
+    """Return a middleware that requires a bearer token under /v1 and on paths of like cost, where keys are required."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -122,7 +122,7 @@ def require_key(keyring: Keyring) -> Middleware:
 
 
 def _credentials(request: web.Request) -> str:
-    """As a bearer token's header says them; clients of Anthropic's API send the same key as `x-api-key`."""
+    """Return the credentials as a bearer header; clients of Anthropic's API send the key as `x-api-key`."""
     given = request.headers.get("Authorization")
     if given is None and (key := request.headers.get("x-api-key")) is not None:
         return f"Bearer {key}"
@@ -130,7 +130,7 @@ def _credentials(request: web.Request) -> str:
 
 
 def _http_id(request: web.Request) -> str:
-    """The client's own id, echoed; ours when there is none or it cannot be sent back."""
+    """Return the client's own id, or a new one if it has none or it cannot be sent back."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     if given and len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable():
         return given

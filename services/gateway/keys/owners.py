@@ -28,25 +28,25 @@ class Owners:
         """`weight_of`: an owner's share of the cluster beside the others'."""
         gateway = config.gateway
         self.several = len(set(keys)) > 1 or bool(config.keys.file)
-        """More than one owner can ask."""
+        """Whether there is more than one owner."""
         self.share = config.keys.owner_share if self.several else 1.0
-        """Of what all owners share, the most that one may have."""
+        """Share that one owner may have of what all owners share."""
         self._salted = self.several and not config.kv.share_prefixes_between_keys
         self._weight_of = weight_of
         self._gateway = gateway
         self._clamps = bool(keys or config.keys.file)
 
     def share_of(self, owner: str) -> str:
-        """The owner under which admission counts waiting requests; "" where nothing is shared out."""
+        """Return the owner under which admission counts waiting requests; "" where nothing is shared out."""
         return owner if self.several else ""
 
     def priority(self, asked: int) -> int:
-        """The priority that replaces a body's; lower is served first, 0 is that of a body that names none.
-        With keys: 0 and above, so that a request may let others pass, not pass them."""
+        """Return the priority that replaces a body's; lower is served first, 0 is the default. With keys it is never
+        below 0: a request may let others pass, not pass them."""
         return max(0, asked) if self._clamps else asked
 
     def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
-        """With the owner's share and the salt of its prefixes. Raises a 400 `RequestError` for a request that could
+        """Add the owner's share and the salt of its prefixes. Raises a 400 `RequestError` for a request that could
         never wait within its share. `max_tokens_named`: as in `Offered`."""
         if not self.several:
             return requests
@@ -58,7 +58,7 @@ class Owners:
         ]
 
     def _check(self, requests: list[Request], *, max_tokens_named: bool) -> None:
-        """Counts as admission does. A single choice may exceed the share of tokens, as it may the whole bound."""
+        """Check as admission counts. A single choice may exceed the share of tokens, as it may the whole bound."""
         gateway = self._gateway
         share = f"keys.owner_share {self.share:g} of gateway"
         most = owner_requests(gateway.own_waiting_requests, self.share)
@@ -80,5 +80,5 @@ class Owners:
 
 
 def _digest(owner: str, purpose: bytes) -> str:
-    """For other processes: it names an owner, and says nothing of it."""
+    """Hash an owner for other processes, which need not know it."""
     return hashlib.blake2b(owner.encode(), digest_size=16, person=purpose).hexdigest()

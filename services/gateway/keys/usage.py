@@ -61,7 +61,7 @@ class UsageBook:
             await asyncio.to_thread(store.close)
 
     def tokens_before(self, key: Key, traffic_class: TrafficClass) -> int:
-        """Of today, until this was opened."""
+        """Return today's tokens from before this process opened the database."""
         return self._before.get(Where(day_of(self._clock.wall_s()), key.id, traffic_class), 0)
 
     def add(self, key: Key, traffic_class: TrafficClass, more: Amounts) -> None:
@@ -74,7 +74,7 @@ class UsageBook:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._write_soon)
 
     async def rows(self, days: int, key_id: str | None) -> list[UsageRow]:
-        """Today and so many days before it; of one key, or of all. Raises a 503 `RequestError`."""
+        """Return the usage of today and of `days` before, of one key or of all. Raises a 503 `RequestError`."""
         await self.flush()
         store, since = self._store, day_of(self._clock.wall_s() - DAY_S * days)
         try:
@@ -88,7 +88,7 @@ class UsageBook:
             ) from error
 
     async def flush(self) -> None:
-        """What came until now is written when this returns, unless the database refuses."""
+        """Write what came until now, unless the database refuses."""
         store, used, self._pending = self._store, self._pending, {}
         if store is None or not used:
             return

@@ -29,7 +29,7 @@ _LISTED = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a request gets that names no value of its own. `max_tokens`: of a chat; 0 = what the context leaves."""
+    """Values for a request that names none of its own. `max_tokens` is for chats; 0 = what the context leaves."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,7 +78,7 @@ class ModelCard:
         return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
     def known_tokens(self, ids: list[int], param: str) -> list[int]:
-        """These ids. Raises a `RequestError` that names `param` where one is not in the vocabulary."""
+        """Return the ids. Raises a `RequestError` that names `param` if one is not in the vocabulary."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             token_id = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
             shown = token_id if abs(token_id) < 10**20 else "a number of more than 20 digits"
@@ -88,7 +88,7 @@ class ModelCard:
         return ids
 
     def adapter_of(self, model: str | None) -> str:
-        """The adapter that a request's `model` names; "" = the base model."""
+        """Return the adapter that a request's `model` names; "" = the base model."""
         return model if model is not None and model in self.adapters else ""
 
 
@@ -104,7 +104,7 @@ class Served:
 
 
 def read_model_card(config: ModelConfig) -> ModelCard:
-    """Raises `ModelError` that names the file and the missing part."""
+    """Read the model's configuration. Raises `ModelError` that names the file and the missing part."""
     path = Path(config.path).expanduser().resolve() if config.path else default_model_dir()
     file = path / "config.json"
     if not file.is_file():
@@ -138,8 +138,8 @@ def read_model_card(config: ModelConfig) -> ModelCard:
 
 
 def _sampling_defaults(path: Path) -> SamplingDefaults:
-    """generation_config.json decides, value by value, as in vLLM (`do_sample` is left aside there too: an API's client
-    expects a seed to matter). A file without any has its authors' recommendation where we know one."""
+    """Read generation_config.json, value by value, as vLLM does (`do_sample` is ignored there too: an API's client
+    expects a seed to matter). A file without any gets its authors' recommendation where it is known."""
     file = path / "generation_config.json"
     generation = _read(file) if file.is_file() else {}
     named: dict[str, float] = {}
@@ -166,7 +166,7 @@ def _sampling_defaults(path: Path) -> SamplingDefaults:
 
 
 def _end_tokens(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json decides, as in transformers; config.json where it is silent."""
+    """Return the end tokens of generation_config.json, as transformers does, else those of config.json."""
     generation = path / "generation_config.json"
     named = _read(generation).get("eos_token_id") if generation.is_file() else None
     if named is None:

@@ -78,13 +78,13 @@ class Call:
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
-    """Together with log-probabilities: the prompt's own too."""
+    """Whether the answer repeats the prompt, with its log-probabilities if there are any."""
     shows_logprobs: bool = False
-    """Those of `sampling` are the client's; else they are there to rank choices."""
+    """Whether the client gets `sampling`'s log-probabilities; else they only rank choices."""
     kept: int = 1
-    """Of the `n` choices of each prompt, those that the client gets: the likeliest ones."""
+    """Number of the likeliest of each prompt's `n` choices that the client gets."""
     prompt_logprobs: int = -1
-    """Of the prompt's tokens, beside the answer; as `SamplingParams.logprobs`."""
+    """Number of log-probabilities for each prompt token, beside the answer; as `SamplingParams.logprobs`."""
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
@@ -130,8 +130,8 @@ class Reader:
         self.served = served
 
     async def read(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
-        """What `parse` makes of a body, in a thread where the body is long. Raises `RequestError`, also for a body
-        whose prompts cannot fit however they are cut."""
+        """Parse a body, in a thread if it is long. Raises `RequestError`, also if its prompts cannot fit however they
+        are cut."""
         self._refuse_hopeless(len(data), chat=chat)
         if len(data) <= PARSE_AT_ONCE_BYTES:
             return parse(data)
@@ -144,7 +144,7 @@ class Reader:
         return parse_chat(data, headers, self.config, self.served.card, self.served.tool_format)
 
     def chat_call(self, body: ChatBody, headers: Mapping[str, str]) -> Call:
-        """Of another API's body that says the same as this chat."""
+        """Parse a chat that was converted from another API's body."""
         return chat_call(body, headers, self.config, self.served.card, self.served.tool_format)
 
     def _refuse_hopeless(self, body_bytes: int, *, chat: bool) -> None:
@@ -187,7 +187,6 @@ def parse_chat(
     card: ModelCard,
     tool_format: ToolFormat | None = None,
 ) -> Call:
-    """`tool_format` as for `chat_call`."""
     refuse_shape(data, config, chat=True)
     return chat_call(decode(_chat_decoder, data), headers, config, card, tool_format)
 
@@ -195,8 +194,8 @@ def parse_chat(
 def chat_call(
     body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: ToolFormat | None
 ) -> Call:
-    """Of a body that a client sent, or that another API's body says the same as. `tool_format`: how the model writes
-    calls of tools; None = it cannot be read. Raises `RequestError`."""
+    """Parse a chat's body, sent or converted from another API's. `tool_format`: how the model writes calls; None = they
+    cannot be read. Raises `RequestError`."""
     messages = read_messages(body.messages)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -226,7 +225,7 @@ def chat_call(
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the chat template gets them. Raises `RequestError`."""
+    """Return messages for the chat template. Raises `RequestError`."""
     if len(messages) > (most := bounds.BOUNDS.messages):
         raise RequestError(f"The chat has {len(messages)} messages, but at most {most} are read.", param="messages")
     return [_message(index, message) for index, message in enumerate(messages)]
@@ -260,7 +259,7 @@ def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Own:
-    """What an endpoint reads in its own way; as in `Call`."""
+    """Fields that each endpoint reads in its own way; as in `Call`."""
 
     chat: bool
     max_tokens: int | None
@@ -344,7 +343,7 @@ def _call(
 
 
 def _best_of(best_of: int, n: int, *, chat: bool, stream: bool) -> int:
-    """How many choices are generated. Raises `RequestError`."""
+    """Return the number of choices to generate. Raises `RequestError`."""
     if chat:
         raise _refused("best_of", "the answers to a chat are not ranked")
     if best_of < n:
@@ -368,7 +367,7 @@ def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | 
 
 
 def _sampling(body: CompletionBody | ChatBody, card: ModelCard, *, min_tokens: int, logprobs: int) -> SamplingParams:
-    """What the request does not name is the model's default."""
+    """Return the sampling parameters. The model's defaults fill in what the request does not name."""
     defaults = card.sampling
     temperature = defaults.temperature if body.temperature is None else body.temperature
     repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
@@ -410,8 +409,8 @@ def _no_json(error: Exception) -> RequestError:
 def _class_and_slo(
     options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
 ) -> tuple[TrafficClass, Slo, bool]:
-    """Class and SLO as named; headers win over the body, because proxies set them. A target not named has a default of
-    its class, which is filled in on admission."""
+    """Return class and SLO as named; headers override the body, because proxies set them. Admission fills in the
+    class's default for a target not named."""
     traffic_class: TrafficClass = options.traffic_class or config.default_class
     named = headers.get(CLASS_HEADER)
     if named is not None:
@@ -435,7 +434,7 @@ def _class_and_slo(
 
 
 def _if_late_of(options: CohortOptions, headers: Mapping[str, str], slo: Slo) -> IfLate:
-    """As named; a client that names a TTFT SLO and no outcome prefers an error at once to an answer that is late."""
+    """Return `if_late`. A client with a TTFT SLO and no choice gets an error at once rather than a late answer."""
     named = headers.get(IF_LATE_HEADER)
     if named is None:
         return options.if_late or ("refuse" if slo.ttft_s else "")
@@ -492,7 +491,7 @@ def _logit_bias(bias: Mapping[str, float] | None, card: ModelCard) -> dict[int, 
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """One chat message with its content as text. Keys we do not know are the template's to use or ignore."""
+    """Return one chat message with its content as text. The template may use unknown keys."""
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -553,7 +552,7 @@ def _refused(param: str, reason: str) -> RequestError:
 
 
 def wanted_structure(body: GeneratingBody) -> Wanted | None:
-    """Raises `RequestError`, also for more than one."""
+    """Return the structure asked for. Raises `RequestError`, also for more than one."""
     found = [*_of_response_format(body.response_format), *_of_structured_outputs(body.structured_outputs)]
     found += _of_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     if len(found) > 1:
@@ -612,7 +611,7 @@ def _of_parts(
 
 
 def _schema(schema: Any, param: str) -> Wanted:
-    """A schema, or its text, as vLLM also takes it."""
+    """Read a schema, or its text, as vLLM does."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)

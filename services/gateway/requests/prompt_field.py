@@ -29,7 +29,8 @@ _ids = msgspec.json.Decoder(list[TokenId])
 
 
 def prompts(field: bytes, config: GatewayConfig, card: ModelCard) -> tuple[str | list[int], ...]:
-    """One or more, none empty. Raises `RequestError`, and what msgspec raises for bytes that are no UTF-8."""
+    """Return one or more prompts, none empty. Raises `RequestError`, and msgspec's errors for bytes that are no
+    UTF-8."""
     if len(field) <= DECODED_AT_ONCE_BYTES:
         return _prompts(_decode(_any, field, "prompt"), config, card)
     if field.startswith(b'"'):
@@ -65,7 +66,7 @@ def _lists(field: bytes, config: GatewayConfig, card: ModelCard) -> tuple[list[i
 
 
 def _refuse_too_many(ids: bytes, card: ModelCard) -> None:
-    """Before decoding, for what no limit of the cluster makes right."""
+    """Refuse before decoding a prompt that exceeds the model's context."""
     count = ids.count(b",") + 1
     if count > card.max_model_len:
         raise RequestError(

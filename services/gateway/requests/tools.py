@@ -60,8 +60,8 @@ class Function:
 
 
 def tool_format(template: str | None, token_id: Callable[[str], int | None]) -> ToolFormat | None:
-    """`template`: the chat template's source; `token_id`: of an added token with this text. None: the template takes
-    tools in a form that is not read here, or there is none."""
+    """Return how the model writes tool calls, judged by its chat template's source; `token_id` finds an added token by
+    its text. None without a template, or if its form is not supported."""
     if template is None:
         return None
     if "tools" not in template:
@@ -93,8 +93,8 @@ def _with_ids(format_: ToolFormat, token_id: Callable[[str], int | None]) -> Too
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Of one request. `prompt`: the tools as the template gets them. `wanted`: the calls that the answer is bound to,
-    if it is."""
+    """Tools of one request. `prompt`: the tools as the template gets them. `wanted`: the calls that the answer is bound
+    to, if it is."""
 
     format: ToolFormat
     prompt: tuple[dict[str, Any], ...]
@@ -103,7 +103,7 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
-    """None: no call is read in the answer. Raises `RequestError`."""
+    """Return the tools, or None if no call is to be read. Raises `RequestError`."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -160,7 +160,8 @@ def as_prompted(tool: Tool) -> dict[str, Any]:
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The `tool_calls` of an earlier answer, arguments as the object that templates expect. Raises `RequestError`."""
+    """Read the `tool_calls` of an earlier answer, arguments as the object that templates expect. Raises
+    `RequestError`."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list.", param=where)
     return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
@@ -190,7 +191,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def calls_grammar(format_: ToolFormat, functions: Sequence[Function], *, parallel: bool) -> str:
-    """Lark for one call of one of these functions, or for one and more."""
+    """Return the Lark grammar for one call of these functions, or for one and more."""
     marker, close = _mark(format_.marker, format_.marker_id), _mark(format_.close, format_.close_id)
     key = "parameters" if format_.family == "llama3" else "arguments"
     rules = []
@@ -243,7 +244,8 @@ For each function call return a JSON object with function name and arguments wit
 
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a template without a place for tools: they stand in the system message, calls and results in the text."""
+    """Write the tools into the system message, calls and results into the text, for a template without a place for
+    tools."""
     said = [_spelled(message) for message in messages]
     if not tools:
         return said

@@ -38,7 +38,7 @@ class Journal:
         self._log = log
         self._changed: dict[str, Tape] = {}
         self._owed: dict[str, list[Delta]] = {}
-        """What was seen although the disk refused it, before anything that comes later."""
+        """Deltas that clients have seen although the disk refused them; they are written before anything later."""
         self._writing: asyncio.Task[None] | None = None
         self._failing = False
 
@@ -47,7 +47,7 @@ class Journal:
         return self._kept.opened
 
     async def run(self, work: Callable[[ResumeStore], T]) -> T:
-        """Calls run one after the other; the first one opens the database. Raises `DISK_ERRORS`."""
+        """Run work on the database, one call after the other; the first opens it. Raises `DISK_ERRORS`."""
         return await self._kept.run(work)
 
     def _opening(self) -> ResumeStore:
@@ -57,7 +57,7 @@ class Journal:
             raise sqlite3.OperationalError(str(error)) from error
 
     def changed(self, token: str, tape: Tape) -> None:
-        """The tape has something to write."""
+        """Note that the tape has something to write."""
         self._changed[token] = tape
         if self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write(), name="write streams")
@@ -87,7 +87,7 @@ class Journal:
             self._writing = None
 
     async def settle(self, token: str) -> None:
-        """What is owed of this stream is written now. Raises `DISK_ERRORS`."""
+        """Write what is owed of this stream. Raises `DISK_ERRORS`."""
         owed = self._owed.pop(token, None)
         if owed is not None:
             said = [(token, encoded(owed))]

@@ -43,7 +43,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str, choices: int) -> Place:
-        """ "" = nothing was seen. Raises a 400 `RequestError`."""
+        """Parse a place; "" = nothing was seen. Raises a 400 `RequestError`."""
         place = cls([0] * choices)
         if not text:
             return place
@@ -130,7 +130,7 @@ class NumberedWriter:
         return b"id: %d\n%b" % (self._next - 1, self._writer.plain(index, text))
 
     async def take(self, index: int, step: Step) -> list[bytes]:
-        """Raises a 400 `RequestError` where more is said to be seen than there was."""
+        """Return the events not seen yet. Raises a 400 `RequestError` where the client claims more than there was."""
         before = self._next
         events = self._unseen(await self._writer.take(index, step))
         if before // _AT_ONCE != self._next // _AT_ONCE:
@@ -141,7 +141,7 @@ class NumberedWriter:
         return self._unseen(self._writer.quiet())
 
     async def end(self) -> list[bytes]:
-        """Raises as `take`."""
+        """Return the last events not seen yet. Raises as `take`."""
         events = self._unseen(await self._writer.end())
         if self._next <= self._seen:
             raise _foreign()
@@ -206,8 +206,8 @@ class BehindPlace(Outlet):
 
 
 def seen_of(kind: Kind, text: str, choices: int) -> Place | int:
-    """What the client of a stream has seen: its place, or the number of the last event, -1 = none. `text`: what it says
-    of it, "" = nothing was. Raises a 400 `RequestError`."""
+    """Return what a stream's client has seen: its place, or the number of the last event, -1 = none. `text` is its own
+    account, "" = nothing. Raises a 400 `RequestError`."""
     if kind == "chunks":
         return Place.parse(text, choices)
     if not text:
@@ -220,9 +220,9 @@ def seen_of(kind: Kind, text: str, choices: int) -> Place | int:
 def read_on(
     answering: Answering, writer: Writer, log: Mapping[int, Delta], seen: Place | int, *, gaps: bool = False
 ) -> Writer:
-    """For `answering`, of which nothing is rendered yet: its outlet gets what of the log was not seen, and `writer`
-    writes on behind that. `gaps`: the log may lack what was seen, and its tokens come again. Raises a 400
-    `RequestError` where more is said to be seen than there was."""
+    """Replay what was not seen of the log into `answering`, of which nothing is rendered yet; return the writer that
+    continues there. With `gaps` the log may lack tokens that were seen: they come again. Raises a 400 `RequestError`
+    where the client claims more than there was."""
     requests = [entry.request for entry in answering.generation.entries]
     most = [
         request.sampling.max_tokens if gaps else len(log[index].tokens if index in log else ())

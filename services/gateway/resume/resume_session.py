@@ -27,7 +27,7 @@ from cohort.services.gateway.keys.key_lease import Lease
 from cohort.services.gateway.requests.parsing import Call
 
 _TOKEN_BYTES = 6
-"""Of a generated token in the database, at most; `_SCORE_BYTES` for each log-probability beside it."""
+"""Size of a generated token in the database, at most; `_SCORE_BYTES` is that of a log-probability."""
 _SCORE_BYTES = 16
 Outcome = Literal["done", "left", "dropped", "lost"]
 """Complete or failed for good; to be continued by the gateway that is asked next; wanted no more; another gateway's."""
@@ -39,9 +39,9 @@ class Tape:
         an earlier gateway wrote."""
         self.log: dict[int, Delta] = log or {}
         self.error: RequestError | None = None
-        """Read by the reader, so that there is nothing after it."""
+        """Error of the stream, which the reader raises at its end."""
         self.reader: Taker = Outlet()
-        """Another one, which has what it needs of the log, may take its place; the one before gets nothing more."""
+        """Destination of the deltas. Another reader, which has what it needs of the log, may take its place."""
         self._indexes = indexes
         self._unwritten: dict[int, Delta] = {}
         self._changed: Callable[[], None] | None = None
@@ -52,7 +52,7 @@ class Tape:
             self._changed()
 
     def put_tokens(self, index: int, tokens: list[int]) -> None:
-        """Never past what writes it."""
+        """Take tokens without sending any before they are written."""
         self._of(index).tokens += tokens
         if self._changed is not None:
             self._changed()
@@ -65,7 +65,7 @@ class Tape:
         return unwritten
 
     def begin(self, changed: Callable[[], None]) -> None:
-        """From now on `changed` is called whenever there is something to write."""
+        """Set `changed`, called whenever there is something to write."""
         self._changed = changed
         if self._unwritten:
             changed()
@@ -75,7 +75,7 @@ class Tape:
         return deltas
 
     def written(self, deltas: Sequence[Delta]) -> None:
-        """These may be seen now."""
+        """Pass on deltas that are written and so may be seen."""
         for delta in deltas:
             known = self.log.get(delta.index)
             if known is None:
@@ -104,12 +104,12 @@ class Session:
     charged_tokens: int | None = None
     """Completion tokens, and with them the prompt, that an earlier gateway charged."""
     gaps: bool = False
-    """It was taken from the disk, which may have refused what its client saw at the end of an earlier gateway."""
+    """Whether the session came from the disk, which may lack what its client saw last of an earlier gateway."""
     rendered: int = 0
     """Completion tokens of a reader before this one, who may have been further."""
     stored: bool = False
     told: bool = False
-    """Its client knows the token."""
+    """Whether the client knows the token."""
     over: bool = False
     unread: asyncio.Task[None] | None = None
     grace: asyncio.TimerHandle | None = None
@@ -121,7 +121,7 @@ class Session:
 
 
 def refuse_unkeepable(asked: str, call: Call) -> None:
-    """`asked`: by the client, in the header. Raises a 400 `RequestError`."""
+    """Refuse a request that cannot be resumed; `asked` is the client's header. Raises a 400 `RequestError`."""
     if asked.strip().lower() != "keep":
         raise RequestError(f"{RESUME_HEADER}: 'keep', or no such header.", param=RESUME_HEADER)
     if not call.stream:
@@ -134,7 +134,7 @@ def refuse_unkeepable(asked: str, call: Call) -> None:
 
 
 def most_output_bytes(requests: Sequence[Request]) -> int:
-    """Of their tokens in the database."""
+    """Return the most bytes that the answers' tokens take in the database."""
     each = [request.sampling for request in requests]
     return sum(it.max_tokens * (_TOKEN_BYTES + _SCORE_BYTES * (it.logprobs + 1)) for it in each)
 
@@ -148,8 +148,9 @@ def resubmitted(
     gateway: InstanceId,
     arrival_s: float,
 ) -> list[Request]:
-    """The choices `left`, with their output so far. `arrival_s`: wall clock. Other ids, because attempts of the gateway
-    before may still run; the tokens depend on seed and position alone. None is refused for a late first token."""
+    """Build requests that continue the choices `left` from their output. `arrival_s`: wall clock. Ids are new, as
+    attempts of the last gateway may still run; the tokens depend on seed and position alone. None is refused for a late
+    first token."""
     return [
         msgspec.structs.replace(
             requests[index],
@@ -164,12 +165,12 @@ def resubmitted(
 
 
 def ended_entry(now_s: float, request: Request, said: Delta | None) -> Entry:
-    """Of a choice that is complete."""
+    """Return the entry of a complete choice."""
     return Entry(request, now_s, now_s, output=list(said.tokens) if said else [])
 
 
 def tell(answering: Answering, error: RequestError) -> None:
-    """The reader of this one ends with the error."""
+    """End an answer's reader with the error."""
     for index in range(len(answering.choices)):
         answering.outlet.put(Delta(index, error=error))
 

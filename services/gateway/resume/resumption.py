@@ -82,14 +82,14 @@ class Resumption:
         self._sessions: dict[str, Session] = {}
         self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._settling: dict[str, asyncio.Task[None]] = {}
-        """By digest, of streams whose end here is being written."""
+        """Tasks that write a stream's end, by digest."""
         self._swept_s = float("-inf")
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get(STREAMS_PATH, self.resume, allow_head=False), web.delete(STREAMS_PATH, self.cancel)]
 
     async def aclose(self) -> None:
-        """What still runs is left to the next gateway."""
+        """Leave running streams to the next gateway."""
         for session in list(self._sessions.values()):
             self._end(session, "left")
         while self._settling:
@@ -99,7 +99,7 @@ class Resumption:
     # -- The first connection --------------------------------------------------------------------------------------
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
-        """As `Generator.serve`, of a stream that can be resumed."""
+        """Answer as `Generator.serve`, with a stream that can be resumed."""
         session, writer = await self._accepted(endpoint, request)
         return await self._read(request, session, session.answering, writer)
 
@@ -132,7 +132,7 @@ class Resumption:
             session.lease.answered_instead_by(session.used)
 
     async def _store(self, session: Session, body: bytes, headers: Mapping[str, str]) -> bool:
-        """False where streams take all the space that they may, or the disk refuses: then it cannot be resumed."""
+        """Store a new stream. Return False if there is no space or the disk refuses: then it cannot be resumed."""
         answering, most = session.answering, bounds.BOUNDS.streams_bytes
         record = StreamRecord(
             answering.call.chat,
@@ -187,7 +187,7 @@ class Resumption:
         return self._generator.stream_to(endpoint, request, {RESUME_HEADER: token} if token else {})
 
     def _left(self, session: Session, answering: Answering) -> None:
-        """A reader has ended."""
+        """Handle the end of a reader."""
         if session.over or session.answering is not answering:
             return
         if len(answering.ended) == len(answering.choices) and session.asked.kept is not None:
@@ -202,7 +202,7 @@ class Resumption:
             self._keep(session)
 
     def _keep(self, session: Session) -> None:
-        """Its client went away: it goes on for a while, read to nowhere."""
+        """Keep a stream whose client left going for a while, without a reader."""
         answering, writer = self._another(session, seen_of(session.endpoint.kind, "", len(session.requests)))
         session.unread = asyncio.create_task(self._read_to_nowhere(session, answering, writer), name="unread stream")
         session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
@@ -220,8 +220,8 @@ class Resumption:
                 self._left(session, answering)
 
     def _another(self, session: Session, seen: Place | int) -> tuple[Answering, Writer]:
-        """For another reader, behind its place; the one before is told so. Raises a 400 `RequestError`, and nothing
-        changes then."""
+        """Return an answer for another reader, from its place on; the reader before ends with an error. Raises a 400
+        `RequestError` without any change."""
         old, tape = session.answering, session.tape
         answering = self._generator.unrendered(
             old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
@@ -241,7 +241,7 @@ class Resumption:
     # -- The end ---------------------------------------------------------------------------------------------------
 
     def _end(self, session: Session, outcome: Outcome) -> None:
-        """Nothing more is generated for it here."""
+        """End a session on this gateway: stop its generation and release what it reserved."""
         if session.over:
             return
         session.over = True
@@ -268,7 +268,7 @@ class Resumption:
                 session.lease.free(counts=ours)
 
     async def _settled(self, session: Session, outcome: Outcome) -> bool:
-        """Written; False where another gateway has it."""
+        """Write a session's outcome. Return False if another gateway has the stream."""
         digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
         match outcome:
             case "done":
@@ -287,7 +287,7 @@ class Resumption:
                 assert_never(outcome)
 
     def _lost(self, digest: str, elsewhere: bool) -> None:
-        """Another gateway goes on with it, or its client cancelled it there."""
+        """End a session that another gateway continues (`elsewhere`), or that its client cancelled there."""
         session = self._sessions.get(digest)
         if session is not None:
             tell(session.answering, taken_over() if elsewhere else cancelled())
@@ -297,7 +297,7 @@ class Resumption:
         return self._clock.wall_s() + self._config.resume_s
 
     async def _sweep(self) -> None:
-        """Every now and then: ours stay, what is over goes."""
+        """Extend this gateway's streams and drop expired ones, four times in `resume_s`."""
         now_s = self._clock.wall_s()
         if abs(now_s - self._swept_s) >= self._config.resume_s / 4:
             self._swept_s = now_s
@@ -306,7 +306,7 @@ class Resumption:
             await self._journal.run(lambda store: store.sweep(now_s))
 
     async def run(self) -> None:
-        """Until cancelled: streams that are generated here stay, others go when their time is over."""
+        """Run sweeps until cancelled."""
         while True:
             await asyncio.sleep(max(0.05, self._config.resume_s / 4))
             if self._journal.opened:
@@ -356,7 +356,7 @@ class Resumption:
             answering.reserved.release()
 
     async def _asked_again(self, taken: Taken, owner: str) -> tuple[Endpoint, Asked]:
-        """Raises `RequestError`."""
+        """Parse a stored request again. Raises `RequestError`."""
         record, ending = taken.record, taken.ending
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
         asked = await endpoint.read(record.body, record.headers, owner, record.beside)
@@ -408,7 +408,7 @@ class Resumption:
             ) from error
 
     def _ended(self, asked: Asked, taken: Taken, ending: Ending, place: Place | int) -> tuple[Answering, Writer]:
-        """Of a stream that is all there."""
+        """Return the answer to a stream that is complete."""
         record, call, now_s = taken.record, asked.call, self._clock.now_s()
         entries = [ended_entry(now_s, request, taken.said.get(index)) for index, request in enumerate(record.requests)]
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
@@ -431,8 +431,8 @@ class Resumption:
         return answering, writer
 
     def _go_on(self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str) -> Session:
-        """Submits what has not ended again, with the output so far. Raises as a new request does; it may be asked for
-        again then."""
+        """Submit again what has not ended, with the output so far. Raises as a new request does; the client may retry
+        then."""
         lease = self._lease_of(owner, asked.call.traffic_class)
         try:
             return self._offered(endpoint, asked, taken, token, owner, lease)

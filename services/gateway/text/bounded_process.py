@@ -51,7 +51,7 @@ Work = Callable[[bytes], tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one question; `start_cpu_s`: of what comes before the first."""
+    """Limits of one question; `start_cpu_s` is for the start-up before the first."""
 
     cpu_s: float
     memory_bytes: int
@@ -91,7 +91,7 @@ class BoundedProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
-        """Of the process: with this object, or when another takes its place."""
+        """Finalizer of the process: with this object, or when another process takes its place."""
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
 
     def warm(self) -> None:
@@ -103,8 +103,8 @@ class BoundedProcess:
                 raise ModelError(f"{self._broken}: {self._why(ended)}") from None
 
     def ask(self, question: bytes) -> tuple[bytes, bytes]:
-        """Blocks. Raises `Ended` with its reason, and `ModelError` when the process cannot begin. A process that was
-        killed from outside is no fault of the question, which is asked once more: the second time it may be."""
+        """Return the answer; blocks. Raises `Ended` with its reason, `ModelError` if the process cannot start. After a
+        kill from outside the question is asked once more, as it need not be at fault."""
         with self._lock:
             try:
                 try:
@@ -176,7 +176,7 @@ class BoundedProcess:
 
 
 def _read_until(stream: BinaryIO | Any, count: int, deadline_s: float) -> bytes:
-    """Exactly `count` bytes of an unbuffered pipe. Raises `EOFError`, `TimeoutError`."""
+    """Read exactly `count` bytes of an unbuffered pipe. Raises `EOFError`, `TimeoutError`."""
     poll = select.poll()
     poll.register(stream, select.POLLIN)
     parts = bytearray()
@@ -191,7 +191,7 @@ def _read_until(stream: BinaryIO | Any, count: int, deadline_s: float) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """At once, leaving no zombie and no open pipe."""
+    """Kill the process, leaving no zombie and no open pipe."""
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
@@ -203,8 +203,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(begin: Callable[[Mapping[str, Any], int], Work]) -> int:
-    """The whole life of the process. `begin`: from what it was told and the bytes an answer may have, what answers
-    questions; the text of its exception says why there is none."""
+    """Run the process from start to end. `begin` gets its parameters and the byte limit of an answer, and returns what
+    answers questions; its exception's text is sent as the reason why it cannot."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the gateway's business; it closes our input
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     _, data = _receive(source)
@@ -237,12 +237,12 @@ def serve(begin: Callable[[Mapping[str, Any], int], Work]) -> int:
 
 
 def short(text: str) -> bytes:
-    """Of a refusal."""
+    """Encode a refusal's text, shortened."""
     return text[:1000].encode("utf-8", "replace")
 
 
 def _limit(memory_bytes: int) -> None:
-    """Never more than what the process has now and `memory_bytes`; no file, no core."""
+    """Limit memory to what the process has now and `memory_bytes`; allow no file, no core."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     for what, most in ((resource.RLIMIT_AS, now + memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):

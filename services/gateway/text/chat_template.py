@@ -32,7 +32,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Raises `RequestError` with the template's own words when it refuses the messages."""
+        """Render the messages. Raises `RequestError` with the template's own text when it refuses them."""
         # A key that is null and a key that is absent mean the same to a client; templates only know the latter.
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         names = {
@@ -55,7 +55,7 @@ class ChatTemplate:
 
 
 def load_template_source(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json (of several, the one named default)."""
+    """Return chat_template.jinja, else the template in tokenizer_config.json (of several, the one named default)."""
     file = model_dir / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

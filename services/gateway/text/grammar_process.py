@@ -45,7 +45,8 @@ _STACK_BYTES = 1 << 20
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What an answer is bound to, as the client wrote it. `param`: its field. `lark`: of our own making."""
+    """Structure of an answer as the client wrote it, and the field (`param`) that it came from. `lark` is the gateway's
+    own."""
 
     kind: GrammarKind
     content: Any
@@ -62,7 +63,7 @@ class GrammarCompiler:
         self._passed: OrderedDict[bytes, str] = OrderedDict()
 
     async def compile(self, wanted: Wanted) -> str:
-        """The grammar's text for workers. Raises `RequestError`."""
+        """Return the grammar's text for workers. Raises `RequestError`."""
         question = msgspec.json.encode((wanted.kind, wanted.content))
         if len(question) > (most := bounds.BOUNDS.grammar_bytes):
             raise RequestError(
@@ -93,7 +94,7 @@ class GrammarCompiler:
 
 
 def text_of(kind: GrammarKind, content: Any) -> str:
-    """Raises `GrammarError`."""
+    """Return the grammar's text. Raises `GrammarError`."""
     match kind:
         case "json_schema":
             return grammar.of_json_schema(content)

@@ -35,12 +35,12 @@ from cohort.services.gateway.text.bounded_process import (
 from cohort.services.gateway.text.chat_template import ChatTemplate
 
 _SHORT_BYTES = 8192
-"""Of the messages as JSON."""
+"""Size of messages, as JSON, that count as short."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """Of one chat, and of the template's compilation; beyond: 400. A prompt may have an eighth of the memory."""
+    """Limits of one chat, and of the template's compilation; beyond: 400. A prompt may have an eighth of the memory."""
 
     cpu_s: float = 5.0
     memory_bytes: int = 512 << 20
@@ -66,14 +66,15 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Blocks. Raises `RequestError`: the template's own refusal, or the limit that the messages went beyond."""
+        """Return the rendered messages; blocks. Raises `RequestError`: the template's own refusal, or the limit that
+        was exceeded."""
         data = _encoded(messages, add_generation_prompt, variables)
         return _rendered_by(self._process_for(data), data)
 
     async def render_soon(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Like `render`, in a thread for this alone; a caller that is cancelled before its turn leaves the queue."""
+        """Render in a thread of its own; a caller that is cancelled before its turn leaves the queue."""
         data = _encoded(messages, add_generation_prompt, variables)
         process = self._process_for(data)
         return await asyncio.get_running_loop().run_in_executor(process.executor, _rendered_by, process, data)

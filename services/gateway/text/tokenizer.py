@@ -45,7 +45,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class PromptTooLong(RequestError):
-    """However it is cut, a prompt has more tokens than its limit."""
+    """Error of a prompt that exceeds its limit however it is cut."""
 
 
 class Tokenizer:
@@ -80,13 +80,13 @@ class Tokenizer:
         return self._chats is not None
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """`special_tokens`: add what the model's tokenizer puts around a text (BOS, say)."""
+        """Encode a text; `special_tokens` adds what the tokenizer puts around a text (BOS, say)."""
         # Of the library's entry points only the batch ones release the interpreter's lock while they work.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def _longest(self) -> int:
-        """Characters of the longest token; 0 where a text's length says nothing certain about its tokens: unknown
-        characters may be fused into one token, and added tokens may swallow the spaces beside them."""
+        """Return the characters of the longest token; 0 where a text's length bounds nothing: unknown characters may be
+        fused into one token, and added tokens may swallow the spaces beside them."""
         greedy = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
         if self.decoder_state.get("type") != "ByteLevel" or greedy:
             return 0
@@ -103,8 +103,8 @@ class Tokenizer:
             )
 
     async def encode_soon(self, texts: Sequence[str], *, special_tokens: bool, limit: int) -> list[list[int]]:
-        """Like `encode`, of all these, off the event loop when they are long together. Raises `RequestError` when one
-        is hopelessly long."""
+        """Encode texts, off the event loop when they are long together. Raises `RequestError` when one is hopelessly
+        long."""
         for text in texts:
             self.refuse_too_long(text, limit, "prompt")
 
@@ -121,7 +121,8 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Blocks. Raises `RequestError` when the model has no template or the template refuses."""
+        """Return the rendered messages; blocks. Raises `RequestError` when the model has no template or the template
+        refuses."""
         return self._renderer().render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def _renderer(self) -> ChatRenderer:
@@ -137,7 +138,7 @@ class Tokenizer:
         variables: Mapping[str, Any],
         limit: int,
     ) -> list[int]:
-        """Render and encode. The template writes the special tokens itself, so none are added."""
+        """Return the tokens of a rendered chat. The template writes the special tokens itself, so none are added."""
         text = await self._renderer().render_soon(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
@@ -150,16 +151,16 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def added_token(self, text: str) -> int | None:
-        """The id of the added token with exactly this text."""
+        """Return the id of the added token with exactly this text."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._added_ids else None
 
     def to_json(self) -> str:
-        """As a tokenizer.json, with the special tokens that only the model's other files name."""
+        """Return a tokenizer.json, with the special tokens that only the model's other files name."""
         return str(self._backend.to_str())
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token; None for an id that does not exist."""
+        """Return the vocabulary's own spelling of a token; None for an id that does not exist."""
         return self._backend.id_to_token(token_id)
 
 
@@ -197,7 +198,7 @@ def _from_transformers(model_dir: Path) -> tuple[tokenizers.Tokenizer, dict[str,
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as its text, or as an object with `content`."""
+    """Return a special token's text, which is written as it is or as an object with `content`."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -218,10 +219,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 class Detokenizer(Protocol):
     def feed(self, token_id: int) -> str:
-        """The text that is certain now."""
+        """Return the text that is certain now."""
 
     def flush(self) -> str:
-        """The end: the text held back."""
+        """Return the text held back, at the end."""
 
 
 class TokenText:
@@ -236,7 +237,7 @@ class TokenText:
     def stream(
         self, *, context: Sequence[int] = (), skip_special: bool = True, kept: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """`context`: prompt tokens the answer continues. With none, the text starts afresh, and a decoder that strips
+        """Start a detokenizer. `context`: prompt tokens that the answer continues; without any, a decoder that strips
         the first space strips it here. `kept`: special tokens that are not skipped, where tokens have bytes."""
         if self._style == "window":
             return _WindowDetokenizer(self.tokenizer, context, skip_special)
@@ -244,14 +245,14 @@ class TokenText:
         return _ByteDetokenizer(self, skip_special=skip_special, strip_first_space=strip, kept=kept)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for (for logprobs and for streaming)."""
+        """Return the bytes of one token, for logprobs and for streaming."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._make_bytes(token_id)
         return known
 
     def whole_text(self, token_id: int) -> str | None:
-        """The text of a token whose bytes are whole characters; None of any other."""
+        """Return the text of a token whose bytes are whole characters, else None."""
         try:
             return self._whole[token_id]
         except KeyError:
@@ -341,7 +342,7 @@ class _WindowDetokenizer:
 
 
 def _style_of(tokenizer: Tokenizer) -> tuple[str, bool]:
-    """How to stream this tokenizer's text, and whether its decoder strips the space before the first word."""
+    """Return how to stream this tokenizer's text, and whether its decoder strips the space before the first word."""
     decoder = tokenizer.decoder_state
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
@@ -357,7 +358,8 @@ def _style_of(tokenizer: Tokenizer) -> tuple[str, bool]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from U+0100 on."""
+    """Return GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from U+0100
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -375,11 +377,10 @@ _BYTE_OF = _byte_alphabet()
 async def latest_turns(
     messages: Messages, most_tokens: int, encode: Callable[[Messages], Awaitable[list[int]]]
 ) -> list[int]:
-    """The tokens of the messages without as many of their oldest turns as it takes to be at most so many; of the last
-    turn alone where that is too long too. What stands before the first turn (instructions, tools) stays; a turn goes as
-    a whole, from one message of the user's to the next, so that no result is left without its call. As few go as are
-    needed, found by bisection: a handful of renderings. `encode` may raise `PromptTooLong`; here it is raised for the
-    last turn."""
+    """Return the messages' tokens without the oldest turns, as few as bring them to `most_tokens`, found by bisection:
+    a handful of renderings. What precedes the first turn (instructions, tools) stays; a turn goes whole, from one user
+    message to the next, so that no result is left without its call. Raises `PromptTooLong` if the last turn alone is
+    too long."""
     head = len(list(takewhile(lambda message: message["role"] == "system", messages)))
     turns = [index for index in range(head, len(messages)) if messages[index]["role"] == "user"] or [head]
     turns[0] = head

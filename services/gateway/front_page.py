@@ -1,13 +1,10 @@
-"""`GET /`: a browser is led to a page, a program is told what this is and where everything lies; `GET /chat`: a small
-page to try the model with.
+"""`GET /`: leads a browser to a page, describes the service to a program; `GET /chat`: a page to try the model.
 
-A browser on the machine itself goes to the live page of the monitor, which listens on loopback unless configured
-otherwise; any other browser, which might not reach that, goes to the API's own pages. Where it is led comes from the
-configuration alone, never from what the request says.
+A browser on this machine goes to the monitor's live page, which listens on loopback by default; any other goes to the
+API's own pages. The configuration alone decides where, never what the request says.
 
-The chat page is served by the gateway itself, so that it talks to its own origin: no other origin has to be let in, TLS
-and names are those of the API, and keys work as for every client. The page itself needs no key; what it sends to
-`/v1/chat/completions` does. Called by aiohttp; decides nothing about requests.
+The gateway serves the chat page itself, so that it talks to its own origin, with the API's TLS and names. The page
+needs no key; what it sends to `/v1/chat/completions` does. Called by aiohttp.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`/openapi.json`, and `/docs` to read it: what the API takes and gives, from the structs that parse and answer.
 
-A field is documented because it is parsed: nothing here names one. Which operations there are and what each can answer
-is `openapi_operations.py`. Both are made once, at start; the page is plain HTML without scripts or anything from
-elsewhere. Called by aiohttp.
+A field is documented because it is parsed. `openapi_operations.py` lists operations and their errors. Both are made at
+start; the page is plain HTML without scripts. Called by aiohttp.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The operations of the API as `/openapi.json` lists them: parameters, body, answers and the errors that each can have.
 
-Bodies and answers are the structs that parse and write them; only what no struct holds (forms, query and header
-parameters, statuses) is said here, in OpenAPI's own words. Read by `openapi.py`; that a running pipeline keeps to it is
-a test (tests/e2e/clients/test_schema.py). Decides nothing about requests.
+Bodies and answers are structs; what no struct holds (forms, query and header parameters, statuses) is written here.
+Read by `openapi.py`; tests/e2e/clients/test_schema.py checks it against a running pipeline.
 """
 
 from __future__ import annotations

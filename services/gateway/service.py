@@ -72,14 +72,12 @@ from cohort.services.gateway.text.tokenizer import Tokenizer
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
 _MOST_UPDATES = 256
-"""Token updates handled together: some ten milliseconds. Workers of many sequences send a hundred in a message, and the
-manager's notices of lost requests, heartbeats and new connections wait for them."""
+"""Token updates handled together: some ten milliseconds, for which the manager's notices, heartbeats and new
+connections wait. Workers of many sequences send a hundred in a message."""
 STREAM_END_S = 2.0  # at the end of a drain: for the last error events to reach their clients
 
 
 class Gateway:
-    """One gateway process. `run` serves until `context.stopping` is set, then drains."""
-
     def __init__(self, context: ServiceContext, card: ModelCard, tokenizer: Tokenizer) -> None:
         config = context.config
         self._context = context
@@ -327,8 +325,8 @@ class Gateway:
                 await asyncio.sleep(0)
 
     async def _drain(self) -> None:
-        """Wait for running requests; those left at the deadline end with an error that their clients can read. Where
-        another process takes the port over, requests on open connections are served first."""
+        """Wait for running requests; at the deadline they end with an error that clients can read. Where another
+        process takes over, requests on open connections are served first."""
         until_s = asyncio.get_running_loop().time() + self._config.drain_s
         if self._handover.asked or self._config.gateway.processes > 1:
             self._site.leave()

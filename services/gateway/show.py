@@ -1,7 +1,6 @@
 """Shows this gateway's requests to a person who looks at the live page: answers `Look` with a `GatewayView`.
 
-Called by `service.py`. Everything is read at that moment from the open requests and the latest ended ones; nothing of
-it holds a prompt, a response or a key. Decides nothing.
+Called by `service.py`. Reads open requests and the latest ended ones then; no prompt, response or key is in a view.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class GatewayShow:
         self._metrics = metrics
 
     def look(self, sender: InstanceId, asked: Look) -> None:
-        """Answer the monitor's request for a view; no other sender's. A view that cannot be sent is dropped: the next
-        one is fresher."""
+        """Answer the monitor's request, and no other. A view that cannot be sent is dropped: the next is fresher."""
         if sender != MONITOR:
             return
         with contextlib.suppress(PeerUnreachable):

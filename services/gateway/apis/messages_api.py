@@ -1,8 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens, as clients of Anthropic's API expect them.
 
-The rendering alone: a body becomes the chat that it says (`messages_api_bodies.py`), `generator.py` answers it, and
-what comes is written as a message (`messages_api_events.py`). Called by aiohttp through `middleware.py`, which gives
-the errors of these paths Anthropic's shape.
+A body becomes a chat (`messages_api_bodies.py`), `generator.py` answers it, and `messages_api_events.py` writes the
+message. Called by aiohttp through `middleware.py`, which gives errors of these paths Anthropic's shape.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from cohort.services.gateway.requests.parsing import Call, decode
 
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 QUIET_S = 15.0
-"""A stream in which nothing happens for so long gets a ping, and is opened with one where nothing came yet: proxies and
-clients close connections that are silent for a minute."""
+"""Idle time until a stream gets a ping, as proxies and clients close connections that are silent for a minute."""
 B = TypeVar("B", bound=CountTokensBody)
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(MessagesBody)
@@ -42,8 +40,6 @@ class CountedTokens(msgspec.Struct, frozen=True):
 
 
 class MessagesApi:
-    """Two endpoints over one `Generator`."""
-
     kind: Kind = "messages"
     chat = True
     id_headers: Sequence[str] = (REQUEST_ID_HEADER, "request-id")
@@ -99,8 +95,6 @@ class _Asked(Asked):
 
 
 class _Events:
-    """One answer's."""
-
     at_once = True
 
     def __init__(self, answering: Answering) -> None:

@@ -1,8 +1,8 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and the chat that they say.
 
-Types and ranges stand in the structs, the same three groups of fields as in `bodies.py`; `chat_of` writes a body as the
-`ChatBody` that means the same, so that all further rules are those of chat completions (`parsing.py`). Their errors
-name the chat's fields: `NAMES` says what those are called here. Pure; called by `messages_api.py`.
+Structs have types and ranges, in the groups of `bodies.py`; `chat_of` converts a body to a `ChatBody`, so that
+`parsing.py` has all further rules. Its errors name the chat's fields: `NAMES` translates. Pure; called by
+`messages_api.py`.
 """
 
 from __future__ import annotations
@@ -194,8 +194,7 @@ def _system(system: str | list[InputBlock] | None) -> list[dict[str, Any]]:
 
 
 def _chat_messages(messages: Sequence[InputMessage]) -> Iterator[dict[str, Any]]:
-    """Convert messages. Neighbours of one role are one turn, as in Anthropic's API; tool results are messages of their
-    own."""
+    """Convert messages. Neighbours of one role are one turn, as at Anthropic; tool results stand alone."""
     for role, group in groupby(enumerate(messages), key=lambda each: each[1].role):
         placed = [
             (block, f"messages[{number}].content[{place}]")

@@ -3,8 +3,7 @@
     message_start ─▶ content_block_start, ping, content_block_delta …, content_block_stop ─▶ … ─▶ message_delta
                                                                                                       └▶ message_stop
 
-`MessageWriter` takes an answer's pieces as they come; its events and the message it ends with say the same. Pure;
-called by `messages_api.py`.
+`MessageWriter` takes an answer's pieces as they come. Pure; called by `messages_api.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class _Text:
 
 
 class MessageWriter:
-    """One answer's. `begin` once, `take` for every piece, `end` once; the events are to be sent in their order."""
+    """Writer of one answer: `begin` once, `take` for every piece, `end` once; events are sent in their order."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
@@ -151,8 +150,7 @@ class MessageWriter:
     def message(
         self, finish: FinishReason, stop_string: str | None, usage: Usage, extras: Extras | UnsetType = UNSET
     ) -> MessageAnswer:
-        """Return the whole answer. Arguments that are no JSON object become text: a client must not run a call that is
-        malformed or cut off."""
+        """Return the whole message. Invalid JSON arguments become text: no client must run a malformed call."""
         content = [_block(block) for block in self._blocks]
         reason = self._stop_reason(finish, stop_string)
         if reason == "tool_use" and not any(isinstance(block, ToolUseBlock) for block in content):

@@ -1,7 +1,7 @@
 """POST /v1/completions and /v1/chat/completions: their answers, whole or as chunks.
 
-Called by aiohttp through `middleware.py`, and by `batch_runner.py` for the lines of a batch. How a body becomes an
-answer in progress is `generator.py`'s business.
+Called by aiohttp through `middleware.py`, and by `batch_runner.py` for the lines of a batch; `generator.py` does the
+rest.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class OpenAiApi:
-    """The two generation endpoints over one `Generator`."""
-
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._completions = _Chunks(generator, chat=False)
@@ -52,8 +50,7 @@ class OpenAiApi:
         return await self._generator.serve(self._chats, request)
 
     async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
-        """Answer one line of a batch as if its body had been posted: best effort, offline, after all online requests.
-        Raises `RequestError` with the status that the post would get."""
+        """Answer a batch's line as if posted: best effort, after all online requests. Raises `RequestError`."""
         generator = self._generator
         asked = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
         if asked.call.stream:
@@ -129,8 +126,6 @@ class _Asked(Asked):
 
 
 class ChunkWriter:
-    """An answer as chunks."""
-
     at_once = True
 
     def __init__(self, answering: Answering) -> None:

@@ -1,9 +1,8 @@
 """POST /v1/responses, and what was answered there: read again, deleted, gone on with.
 
-The rendering alone: a body becomes the chat that it says (`responses_api_bodies.py`), `generator.py` answers it, and
-what comes is written as a response (`responses_api_events.py`). Answers are kept (`responses_api_kept.py`) unless
-`store` is false: one that its client knows to be complete can be gone on with. Called by aiohttp through
-`middleware.py`.
+A body becomes a chat (`responses_api_bodies.py`), `generator.py` answers it, `responses_api_events.py` writes the
+response and `responses_api_kept.py` keeps it unless `store` is false: before its client knows it to be complete, so
+that it can go on. Called by aiohttp through `middleware.py`.
 """
 
 from __future__ import annotations
@@ -121,8 +120,6 @@ class ResponsesApi:
             web.post(f"{one}/cancel", self.cancel),
         ]
 
-    # -- Answers ---------------------------------------------------------------------------------------------------
-
     async def create(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._generator.serve(self, request)
@@ -188,8 +185,6 @@ class ResponsesApi:
         self._generator.host.log.warning("a response could not be kept", response_bytes=row.bytes)
         return False
 
-    # -- What was answered -----------------------------------------------------------------------------------------
-
     async def retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false") != "false":
             raise RequestError("stream: only the answers of background requests are streamed again.", param="stream")
@@ -250,8 +245,7 @@ class _Events:
         return _framed(self._writer.begin())
 
     async def end(self) -> list[bytes]:
-        """End the stream. A response not kept before its client left is kept all the same: the client may come back for
-        it."""
+        """End the stream. The response is kept even if its client left: it may come back for it."""
         response = await self._asked.api.ended(self._asked, self._answering, self._writer, self._finish)
         return _framed([self._writer.final(response)])
 

@@ -1,9 +1,8 @@
 """The body of `/v1/responses`, its items, and the chat that they say.
 
-Types and ranges stand in the structs, the same three groups of fields as in `bodies.py`; `chat_of` writes a body and
-the items of the conversation as the `ChatBody` that means the same, so that all further rules are those of chat
-completions (`parsing.py`). Their errors name the chat's fields: `NAMES` says what those are called here. Pure; called
-by `responses_api.py`.
+Structs have types and ranges, in the groups of `bodies.py`; `chat_of` converts a body and the conversation's items to a
+`ChatBody`, so that `parsing.py` has all further rules. Its errors name the chat's fields: `NAMES` translates. Pure;
+called by `responses_api.py`.
 """
 
 from __future__ import annotations
@@ -162,8 +161,7 @@ def items_of(body: ResponsesBody) -> list[InputItem]:
 
 
 def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
-    """Convert the body to a chat completion; `items` is the conversation, the body's own last. Raises
-    `RequestError`."""
+    """Convert to a chat completion; `items` is the conversation, the body's own last. Raises `RequestError`."""
     _refuse_unsupported(body)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = [*instructions, *_chat_messages(items)]

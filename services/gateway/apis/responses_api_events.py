@@ -4,8 +4,7 @@
                             content_part.done  │  function_call_arguments.delta …, .done
                          ─▶ output_item.done ─▶ … ─▶ completed | incomplete | failed
 
-`ResponseWriter` takes an answer's pieces as they come; its events and the response it ends with say the same. Pure;
-called by `responses_api.py`.
+`ResponseWriter` takes an answer's pieces as they come. Pure; called by `responses_api.py`.
 """
 
 from __future__ import annotations
@@ -241,8 +240,7 @@ class _Call:
 
 
 class ResponseWriter:
-    """One answer's. `begin` once, `take` for every piece, `close` once, then `final` or `failed`; the events are to be
-    sent in their order."""
+    """Writer of one answer: `begin`, `take` for every piece, `close`, then `final` or `failed`, sent in order."""
 
     def __init__(self, asked: ResponseObject) -> None:
         self.asked = asked

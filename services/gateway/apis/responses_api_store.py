@@ -1,9 +1,8 @@
 """The responses that are kept: in one SQLite database, bounded by count, bytes and age, each for its owner alone.
 
-A response is kept with all items it was made from, those of the responses before it included, so that a conversation
-goes on although its beginning was deleted or has expired. Beyond a bound the oldest go: of an owner beyond its share
-first, then of the owner that has most. `ResponseStore` is synchronous and belongs to one thread, that of
-`sqlite_file.OnThread`, through which `responses_api_kept.py` calls it; time is an argument (wall-clock seconds).
+A response is kept with all its items, those of earlier responses included, so that a conversation survives the loss of
+its beginning. Beyond a bound the oldest go: of an owner beyond its share first, then of the largest owner. One thread
+(`sqlite_file.OnThread`), of `responses_api_kept.py`, calls it; times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -49,11 +48,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """One open database. Not for two threads at a time."""
-
     def __init__(self, path: Path, *, most: int, most_bytes: int, owner_share: float, retention_s: float) -> None:
-        """Open or create the database. Raises `ConfigError` for another version, `sqlite3.Error` for one that cannot be
-        used."""
+        """Open or create. Raises `ConfigError` for another version, `sqlite3.Error` for an unusable database."""
         self._retention_s = retention_s
         self._most = most
         self._most_bytes = most_bytes
@@ -65,8 +61,8 @@ class ResponseStore:
         self._db.close()
 
     def add(self, row: StoredResponse) -> bool:
-        """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share. One
-        that is there stays as it is: two gateways may come to the end of one resumed stream."""
+        """Keep a response and drop the excess. False: it exceeds its owner's share. Existing ones stay: two gateways
+        may end one stream."""
         if row.bytes > self._own_most_bytes:
             return False
         with transaction(self._db):

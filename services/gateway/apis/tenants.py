@@ -3,11 +3,10 @@
     headers ─▶ lease ─▶ body, tokens ─▶ reserve ─▶ answer ─▶ end: settled, counted
                  │ 429                    │ 429, 400
 
-`middleware` stands behind `require_key`: it refuses before a body is read, from headers alone. The class is that of the
-header, else the default one; a body that names the other moves the request to that one's limits. `generator.py` finds
-the lease beside its request, reserves tokens and says how many were used; `lines` does the same around the lines of
-batches. Nothing here waits, and nothing stands in the way of a request without a key. Gateways that share
-a port grant a key's limits together (`key_shared.py`).
+`middleware` follows `require_key` and refuses by headers alone, before a body is read. The class is the header's, else
+the default; a body that names another moves the request to its limits. `generator.py` reserves the lease's tokens and
+reports those used; `lines` does so for batches. Nothing waits, and requests without a key pass. Gateways that share a
+port grant a key's limits together (`key_shared.py`).
 """
 
 from __future__ import annotations
@@ -138,8 +137,6 @@ class Tenants:
                 self._log.error("limits of a key hold for this gateway alone", key=key.name, reason=str(error))
         return KeyBudget(key.name, traffic_class, limits, now_s, wall_s, used_today)
 
-    # -- Around requests -------------------------------------------------------------------------------------------
-
     def middleware(self) -> Middleware:
         """Return the middleware, to follow `require_key` and precede all that reads a body."""
 
@@ -170,7 +167,7 @@ class Tenants:
 
     def lines(self, answer: AnswerLine) -> AnswerLine:
         """Wrap `answer` for lines of batches, within their key's best-effort limits. Raises `KeyLimited` too, and 401
-        for a line whose key in the file is no longer valid."""
+        if a key of the file is gone."""
 
         async def answered(data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
             key = self._keyring.of_owner(caller.owner)
@@ -191,8 +188,7 @@ class Tenants:
         return answered
 
     def lease_of(self, owner: str, traffic_class: TrafficClass) -> Lease | None:
-        """Return a held lease for a request that is resumed here; None where its owner has no key. Raises
-        `KeyLimited`."""
+        """Return a held lease for a resumed request; None if its owner has no key. Raises `KeyLimited`."""
         key = self._keyring.of_owner(owner)
         if key is None:
             return None
@@ -245,8 +241,6 @@ class Tenants:
             (metrics.completion_tokens, amounts.completion_tokens),
         ):
             counter(key.name).inc(count)
-
-    # -- GET /v1/usage ---------------------------------------------------------------------------------------------
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get(USAGE_PATH, self.usage)]

@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize, as vLLM has them: a prompt or a chat to token ids, and ids to text.
 
-The same reading, limits and keys as for a request that generates: bodies within their budget, shapes before values,
-long texts off the event loop, templates in their process. Called by aiohttp through `middleware.py`; asks no worker.
+Reading, limits and keys are those of requests that generate. Called by aiohttp through `middleware.py`; asks no worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Uploaded files and batch jobs: the store, the runner, the endpoints.
-
-The room knows `generation/` and everything below; the APIs answer its lines through a protocol.
-"""
+"""Uploaded files and batch jobs: the store, the runner, the endpoints. An API answers their lines."""

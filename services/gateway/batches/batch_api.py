@@ -2,8 +2,8 @@
 
     upload ─▶ chunks to disk ─▶ file row          create batch ─▶ batch row ─▶ runner          content ◀─ disk
 
-Called by aiohttp through `middleware.py`; only the API key that made a file or a batch sees it. Checks what a
-client says (`batch_objects.py`) and stores it; running a batch is `batch_runner.py`'s business.
+Called by aiohttp through `middleware.py`. Checks (`batch_objects.py`) and stores; `batch_runner.py` runs. Only its key
+sees a batch.
 
 Differs from OpenAI: only files of purpose `batch` are taken; `completion_window` may be any number of minutes, hours or
 days ("30m", "24h", "7d"), not "24h" alone; an input file that batches still read cannot be deleted (409).
@@ -108,8 +108,6 @@ class BatchApi:
                 ) from error
 
         return answer
-
-    # -- Files -----------------------------------------------------------------------------------------------------
 
     async def upload(self, request: web.Request) -> web.Response:
         limit = bounds.BOUNDS.file_bytes
@@ -219,8 +217,6 @@ class BatchApi:
         if file is None:
             raise _unknown("file", file_id)
         return file
-
-    # -- Batches ---------------------------------------------------------------------------------------------------
 
     async def create_batch(self, request: web.Request) -> web.Response:
         body = decode(batch_decoder, await self._small_body(request))

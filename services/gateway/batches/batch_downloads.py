@@ -1,8 +1,7 @@
 """A file's content to its client: a piece at a time from disk, each within a deadline.
 
-Called by `batch_api.py`. A client that stops reading would otherwise hold a descriptor and a connection for as long as
-it likes; here every piece must be taken within `gateway.write_timeout_s`, the last one too. Ranges are served, so that
-a download that was cut off can go on.
+Called by `batch_api.py`. A client must take every piece within `gateway.write_timeout_s`, or it would hold a descriptor
+and a connection. Ranges are served, so that a download can go on.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ async def send_content(
     write_timeout_s: float,
     log: structlog.stdlib.BoundLogger,
 ) -> web.StreamResponse:
-    """Send `size` bytes of `file`, which is read on threads and closed at the end. Raises `RequestError` 416,
-    `ConnectionError` when the client is gone."""
+    """Send `size` bytes of `file` and close it; threads read it. Raises `RequestError` 416, `ConnectionError` when the
+    client is gone."""
     try:
         begin, end = _span(request, size)
         whole = end - begin == size

@@ -8,11 +8,10 @@
       files/<id>         one file's content; <id>.part, held (flock), while it is being written
       files.lost/<id>    contents that were here when the database was new: nothing here reads or deletes them
 
-A content appears under its id only when it is complete and on disk; its row in the database follows. So a file without
-a row belongs to no upload that succeeded and is removed at start, if its name is one that is given here and no other
-gateway has the folder. A `.part` that no process holds is removed by any gateway, at its start and every minute. Files
-with other names are not of this program's making and stay. Locks are the kernel's: with a process that is killed they
-are gone. Everything here may block: callers use threads.
+A content gets its id when it is complete and on disk; its row follows. A file without a row belongs to no upload and is
+removed at start, if its name is ours and no other gateway has the folder. A `.part` that no process holds is removed at
+any gateway's start and every minute. Other files stay. Locks are the kernel's, gone with their process. Everything here
+may block: callers use threads.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Leftovers:
 
 
 def folder_of(config: Config, instance: str) -> Path:
-    """Return the folder of one port's gateways: pipelines on one host must not share one. Gateways on several nodes
-    each have their own, even where nodes share a disk."""
+    """Return the folder of a port's gateways: pipelines must not share one. Nodes have their own, even on one disk."""
     own = "" if config.gateway.processes > 1 or instance == GATEWAY else f"-{instance}"
     return paths.state_dir(config.state.folder) / "batches" / f"{config.gateway.port}{own}"
 
@@ -77,8 +75,7 @@ class BatchFolder:
         self._runner: BinaryIO | None = None
 
     def open(self) -> None:
-        """Open the folder, after any other gateway's clean-up. Raises `ConfigError` if it cannot be used or another
-        process holds it alone."""
+        """Open the folder, after any other gateway's clean-up. Raises `ConfigError` if unusable or taken."""
         try:
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             self._make_private(self.path)
@@ -187,8 +184,7 @@ class BatchFolder:
 
 
 class ContentWriter:
-    """One content being written, held by this process. `keep` makes it the file's content; leaving the context without
-    that discards it."""
+    """Writer of one content, locked. `keep` makes it the file's content; without that it is discarded at the end."""
 
     def __init__(self, target: Path) -> None:
         self._target = target

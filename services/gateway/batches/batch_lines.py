@@ -3,8 +3,8 @@
     in   {"custom_id", "method": "POST", "url": endpoint, "body": {…}}
     out  {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}
 
-Called by `batch_runner.py`, the reader from threads. The envelope of every line is checked before the first one runs,
-and one bad envelope fails the batch, as at OpenAI; a body is the endpoint's business and fails its own line only.
+Called by `batch_runner.py`, the reader on threads. All envelopes are checked before any line runs: a bad one fails the
+batch, as at OpenAI; a bad body fails its own line only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ LINES_AT_ONCE = 500
 
 LOOK_EVERY = 1000  # lines read between two looks whether reading is still wanted; blank ones yield nothing to return
 MAX_RESULT_BYTES = 1 << 28
-"""Size limit of one answer, which the database takes with ease. Larger ones have many choices with
-log-probabilities."""
+"""Size limit of one answer, which the database takes with ease; larger ones have many scored choices."""
 
 NotRun = Literal["expired", "cancelled", "failed"]
 
@@ -168,8 +167,7 @@ class InputReader:
 
 
 def _model(text: bytes) -> str | None:
-    """Return the model of an accepted line, or None if it cannot be read: a bad number or character in a body is
-    refused when the line runs."""
+    """Return an accepted line's model, or None if unreadable: a bad body is refused when the line runs."""
     try:
         model = _model_decoder.decode(text).body.model
     except (ValueError, RecursionError):  # of msgspec too, as is broken UTF-8
@@ -178,8 +176,7 @@ def _model(text: bytes) -> str | None:
 
 
 def read_body(path: Path, line: PendingLine) -> bytes:
-    """Read the body of a line that `InputReader` accepted. Raises `RequestError` if the line has changed since,
-    `OSError` if it cannot be read."""
+    """Read an accepted line's body. Raises `RequestError` if the line has changed, `OSError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(line.start)

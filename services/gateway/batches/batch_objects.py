@@ -1,7 +1,6 @@
 """OpenAI's objects of files and batches: the fields that a client may send, and those it is shown.
 
-Called by `batch_api.py`. Decides which fields there are, their limits and how a wrong one is named; knows neither HTTP
-nor where anything is stored.
+Called by `batch_api.py`. Decides fields, limits and errors; knows neither HTTP nor where anything is stored.
 """
 
 from __future__ import annotations

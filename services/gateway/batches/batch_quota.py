@@ -1,8 +1,7 @@
 """How much of files and batches there may be, of all owners together and of each one.
 
-Called by `batch_api.py` before anything is taken and while an upload arrives, and by `batch_runner.py` before a line
-starts; always in the store's thread, so that check and reservation are one step and no two uploads pass the
-same check. An owner is an API key: where several are configured, none may fill what all of them share.
+Called by `batch_api.py` for uploads and by `batch_runner.py` before each line, always in the store's thread, so that
+check and reservation are one step. An owner is an API key: none may fill what all share.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ RETRY_UPLOAD_S, RETRY_BATCH_S = 5.0, 60.0
 
 
 class Quota:
-    """Refusals name the limit."""
-
     def __init__(self, storage_bytes: int, *, owner_share: float, gateways: int = 1) -> None:
         """`gateways`: of one port. Uploads under way are known to their gateway alone, so each has its part of them."""
         self._storage_bytes = storage_bytes

@@ -1,7 +1,6 @@
 """The rows stored of files and batches: one struct each, as the store returns it and the API shows it.
 
-Used by everything named `batch_*.py`. Decides names and types alone; which change is allowed when is `batch_store.py`'s
-business.
+Used by everything named `batch_*.py`. Has names and types alone; `batch_store.py` decides which change is allowed when.
 """
 
 from __future__ import annotations

@@ -5,15 +5,14 @@
                                 └── failed,   └── every result is stored before the next step
                                     expired
 
-Called by `service.py` (run, until cancelled) and `batch_api.py` (submit, cancel). All state is in the store; this holds
-only the lines in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else.
+Called by `service.py` (run) and `batch_api.py` (submit, cancel). All state is in the store; a kill loses the lines in
+work and nothing else.
 
-Every batch ends. A step that the disk refuses is logged and tried again later, until it works or the batch expires. If
-it is the output that cannot be written, the batch has failed after `bounds.BOUNDS.output_s`, with the disk's reason;
-its results stay in the store, and the next start goes on with it. (A disk that does not take that state either leaves
-the batch as it is, to be tried again.) Any other failure is a defect of this program: after `MAX_FAILURES` tries the
-batch has failed, with the results it has. The time a batch has is measured by elapsed time once it is in work, so that
-a wall clock that jumps ends none early.
+Every batch ends. A step that the disk refuses is retried until it works or the batch expires. If its output cannot be
+written, the batch fails after `bounds.BOUNDS.output_s`, with the disk's reason; its results stay in the store, and the
+next start continues. (If the disk refuses that state too, the batch stays as it is.) Any other failure is a defect:
+after `MAX_FAILURES` tries the batch fails, with its results. Once in work, a batch's time is elapsed time: no jump of
+the clock ends it.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ class BatchRunner:
         metrics: BatchMetrics,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
-        """`elapsed_s`: seconds of a clock that is never set, by which the wall clock is judged; a suspended host's time
-        counts too."""
+        """`elapsed_s`: seconds of a clock that is never set, suspended time included, to judge the wall clock by."""
         self._retention_s = retention_s
         self._folder = folder
         self._store = store
@@ -143,8 +141,7 @@ class BatchRunner:
             job.cancelled.set()
 
     async def run(self) -> NoReturn:
-        """Run batches until cancelled; lines in work then stay pending in the store. One of several gateways runs all
-        batches, and another when it ends."""
+        """Run batches until cancelled; lines in work stay pending. One of several gateways runs all, then another."""
         while not await asyncio.to_thread(self._folder.may_run):  # noqa: ASYNC110
             await asyncio.sleep(FOLLOW_S)
         await self._until_it_works("finding unfinished batches", self._find)
@@ -191,8 +188,6 @@ class BatchRunner:
         counts = await self._store.run(lambda store: store.counts())
         for status in STATUSES:
             self._metrics.batches(status).set(counts.get(status, 0))
-
-    # -- One batch -------------------------------------------------------------------------------------------------
 
     async def _job(self, batch_id: str) -> None:
         job = self._jobs[batch_id]
@@ -357,8 +352,6 @@ class BatchRunner:
     async def _pending(self, batch_id: str, after: int) -> list[PendingLine]:
         return await self._store.run(lambda store: store.pending(batch_id, after=after, limit=PAGE))
 
-    # -- One line --------------------------------------------------------------------------------------------------
-
     async def _line(self, batch: StoredBatch, line: PendingLine) -> None:
         try:
             answer = await self._answer_line(batch, line)
@@ -380,8 +373,7 @@ class BatchRunner:
             self._metrics.lines("completed" if done.succeeded else "failed").inc()
 
     async def _answer_line(self, batch: StoredBatch, line: PendingLine) -> LineAnswer:
-        """Answer a line; retry while the server is busy, and a few times if its workers are lost. Raises
-        `RequestError`."""
+        """Answer a line; retry while busy, and a few times if workers are lost. Raises `RequestError`."""
         path = self._folder.content(batch.input_file_id)
         body = await asyncio.to_thread(read_body, path, line)
         chat = batch.endpoint == "/v1/chat/completions"
@@ -410,8 +402,6 @@ class BatchRunner:
                     "The server failed to answer this request.", status=500, type_="server_error"
                 ) from None
             await _busy_wait(wait_s)
-
-    # -- The end ---------------------------------------------------------------------------------------------------
 
     async def _finalize(self, batch: StoredBatch, job: _Job, outcome: Outcome | None = None) -> None:
         """Write what there is, once: repeated after an interruption, it writes the same files again."""
@@ -446,16 +436,14 @@ class BatchRunner:
             return "cancelled"
         return "expired" if await self._pending(batch.id, 0) else "completed"
 
-    # -- Retention -------------------------------------------------------------------------------------------------
-
     async def _sweep(self) -> NoReturn:
         while True:
             await self._until_it_works("deleting what has expired", self.sweep)
             await asyncio.sleep(SWEEP_S)
 
     async def sweep(self) -> None:
-        """Delete what has expired, rows first: a content without a row is removed at the next start at the latest. A
-        wall clock that has jumped deletes nothing (`batch_sweeps.py`)."""
+        """Delete what has expired: rows first, as the next start removes contents without one. After a jump of the wall
+        clock nothing is deleted."""
         now_s = self._clock.wall_s()
         if not await self._trusts_clock(now_s):
             return
@@ -508,9 +496,8 @@ def _cause(error: BaseException) -> str:
 
 
 class OutputFiles:
-    """The files that a batch ends with: results in the order of its input, then the lines that never ran. Written once
-    no line is in work any more, and the same again after an interruption. Results are read a page of bytes at a time,
-    because one may be as large as thousands of others."""
+    """Files that a batch ends with: results in the order of its input, then lines that never ran. Repeatable after an
+    interruption. Results are read a page of bytes at a time: one may be as large as thousands of others."""
 
     def __init__(self, folder: BatchFolder, store: StoreThread) -> None:
         self._folder = folder
@@ -519,8 +506,7 @@ class OutputFiles:
     async def write(
         self, batch: StoredBatch, outcome: Outcome, *, succeeded: bool, now_s: float
     ) -> tuple[StoredFile | None, int]:
-        """Write the output (`succeeded`) or error file; return it, None if empty, and its number of lines that never
-        ran. Raises `OSError`."""
+        """Write the output (`succeeded`) or error file (None if empty); count lines not run. Raises `OSError`."""
         kind = "output" if succeeded else "error"
         file_id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
         unrun = 0

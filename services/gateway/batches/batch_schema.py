@@ -1,7 +1,6 @@
 """The database of files and batches: its tables, its opening, and the upgrade of an older one.
 
-Called by `batch_store.py`. Decides the schema and whether a database may be used at all; never reads or
-writes a file's or a batch's row.
+Called by `batch_store.py`. Decides the schema and whether a database may be used; reads and writes no rows.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ UPDATE batches SET line_bytes = coalesce((
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open, create or convert the database. Raises `ConfigError` for an unknown version, `sqlite3.Error` for one that
-    is damaged or cannot be used."""
+    """Open, create or convert. Raises `ConfigError` for an unknown version, `sqlite3.Error` for a bad database."""
     name, upgrades = f"state.folder: {path}", {1: _TO_VERSION_2}
     return opened(path, name, SCHEMA_VERSION, _SCHEMA, upgrades, gives_back=True, check=lambda db: _check(db, path))
 

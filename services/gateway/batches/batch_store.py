@@ -4,12 +4,11 @@
         │  └──────────┬──▶ cancelling ───────▶ cancelled
         └─▶ failed    └── lines: pending ─▶ finished (its output line, as it will stand in the file)
 
-Every change is one transaction in a write-ahead log, so a killed process leaves either all of it or nothing: a line
-that is finished stays finished and is never run again. `synchronous=NORMAL` keeps that promise for a killed process; a
-machine that loses power may forget the last moments before it (those lines run again) but never corrupts the database.
+Every change is one transaction in a write-ahead log: a finished line is never run again after a kill. After a power
+loss `synchronous=NORMAL` may forget the last moments (those lines run again) but corrupts nothing.
 
-`BatchStore` is synchronous and belongs to the one thread of `StoreThread`, through which `batch_api.py` and
-`batch_runner.py` call it. Time is an argument (wall-clock seconds). It holds no file's content; `batch_files.py` does.
+Called on the one thread of `StoreThread` by `batch_api.py` and `batch_runner.py`; times are wall-clock seconds.
+`batch_files.py` has the contents.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ class _Upload:
 
 
 class BatchStore:
-    """One open database. Not for two threads at a time."""
-
     def __init__(self, path: Path) -> None:
         """Open or create the database. Raises `ConfigError` for another version, `sqlite3.Error` for a broken one."""
         self._db = open_database(path)
@@ -70,11 +67,8 @@ class BatchStore:
     def close(self) -> None:
         self._db.close()
 
-    # -- Files -----------------------------------------------------------------------------------------------------
-
     def add_file(self, file: StoredFile) -> StoredFile:
-        """Add a file, releasing its upload's reservation, and return it as stored: `file.seq` is ignored. A file with
-        the same id is replaced, as finalizing may repeat."""
+        """Add a file for its upload, with a `seq` of its own. The same id is replaced: finalizing may repeat."""
         with transaction(self._db):
             stored = self._put_file(file)
         self.release(file.id)
@@ -128,16 +122,12 @@ class BatchStore:
         self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def held_files(self) -> bool:
-        """Return whether this database ever had a file. Contents beside one that never had belong to another
-        database."""
+        """Return whether this database ever had a file; if not, contents beside it belong to another one."""
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'files'").fetchone()
         return row is not None and row[0] > 0
 
-    # -- Storage in use --------------------------------------------------------------------------------------------
-
     def usage(self, owner: str) -> Usage:
-        """Return the space in use. Lines count twice until their batch ends: they are stored, and will be in a file
-        before they go."""
+        """Return the space in use. Lines count twice until their batch ends: a file copies them before they go."""
         files, owner_bytes, owner_files = self._db.execute(
             "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?1), 0), "
             "count(*) FILTER (WHERE owner = ?1) FROM files",
@@ -164,8 +154,6 @@ class BatchStore:
 
     def release(self, file_id: str) -> None:
         self._uploads.pop(file_id, None)
-
-    # -- Batches ---------------------------------------------------------------------------------------------------
 
     def add_batch(self, batch: StoredBatch) -> StoredBatch:
         """Add a batch and return it as stored: `batch.seq` is ignored."""
@@ -278,8 +266,7 @@ class BatchStore:
             self._drop_lines(batch_id)
 
     def leave_unwritten(self, batch_id: str, now_s: float, errors: Sequence[LineError]) -> None:
-        """Fail a finalizing or cancelling batch without files. Its lines stay, until `reopen_unwritten` or
-        retention."""
+        """Fail a finalizing or cancelling batch without files. Lines stay until `reopen_unwritten` or retention."""
         with transaction(self._db):
             self._db.execute(
                 "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? "
@@ -357,8 +344,7 @@ class BatchStore:
             )
 
     def results(self, batch_id: str, *, succeeded: bool, after: int, page_bytes: int) -> list[tuple[int, bytes]]:
-        """Return numbers and output lines, in the order of the input: at least one, and more while they have less than
-        `page_bytes` together. Empty after the last."""
+        """Return numbered output lines in order: at least one, more within `page_bytes`, none after the last."""
         rows = self._db.execute(
             "SELECT number, result FROM lines WHERE batch_id = ? AND succeeded = ? AND number > ? ORDER BY number",
             (batch_id, succeeded, after),
@@ -383,8 +369,7 @@ class BatchStore:
         errors: StoredFile | None,
         reasons: Sequence[LineError] | None = None,
     ) -> None:
-        """End a finalizing or cancelling batch, with its files. The lines are in them now and go. `reasons`: of a batch
-        that failed."""
+        """End a finalizing or cancelling batch: its lines go, as they are in its files. `reasons`: of a failed one."""
         with transaction(self._db):
             for file in (output, errors):
                 if file is not None:
@@ -395,8 +380,6 @@ class BatchStore:
                 (status, int(now_s), output and output.id, errors and errors.id, _column(reasons), batch_id),
             )
             self._drop_lines(batch_id)
-
-    # -- Retention -------------------------------------------------------------------------------------------------
 
     def forget(self, now_s: float, retention_s: float) -> list[str]:
         """Drop expired files that no running batch reads, and batches that ended long ago; ids of the files."""

@@ -1,9 +1,8 @@
 """When the clock may be believed: expired data is deleted for good, so a clock that jumped must delete nothing.
 
-Called by `batch_runner.py` and `responses_api_kept.py` before they delete anything. Decides by comparing the wall clock
-with time that passed: while both agree, the wall clock is right, or as wrong as it was when it stamped the files. After
-a jump one of the two times was wrong, and nothing here can tell which: deletions wait until the clock is back, or until
-it has kept its new time for `HOLD_S`, in which it may have been corrected. Never changes a row.
+Called by `batch_runner.py` and `responses_api_kept.py` before they delete. While wall clock and elapsed time agree, the
+clock is as right as when it stamped the files. After a jump nothing can tell which time was wrong: deletions wait until
+the clock is back, or has kept its new time for `HOLD_S`, in which it may have been corrected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whose turn it is: how many lines of batches may be in work, so that batches fill what online requests leave.
 
-Called by `batch_runner.py` before and after every line.
-Decides only when a line may start: a running line is never taken back here, the workers' own policies do that.
+Called by `batch_runner.py` before and after every line. A running line is never taken back here: workers' policies do
+that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Limit of `limit` lines at a time; while an online request waits for a worker, no line starts beyond `busy_limit`.
-    Turns are given in order of arrival, so that concurrent batches advance alike."""
+    """Limit of `limit` lines at a time, or of `busy_limit` while an online request waits. Turns go in order of arrival,
+    so that concurrent batches advance alike."""
 
     def __init__(self, limit: int, busy_limit: int, online_waiting: Callable[[], int], changed: asyncio.Event) -> None:
         """`changed` is set, also by others, when there may be a turn: say, no online request waits any more."""
@@ -47,8 +47,7 @@ class Turns:
 
     @contextmanager
     def waiting(self, owner: str) -> Iterator[None]:
-        """Give a line's turn to others while it waits for its key's limit. It returns after the block, even beyond the
-        limit, which other keys' lines may have reached."""
+        """Give a line's turn away while it waits for its key's limit. It returns then, even beyond the limit."""
         self._limited[owner] += 1
         self.give_back()
         try:

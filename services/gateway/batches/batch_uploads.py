@@ -2,8 +2,8 @@
 
     socket ─▶ UploadStream (deadline, bytes beside the content) ─▶ aiohttp's form reader ─▶ UploadForm ─▶ disk
 
-Called by `batch_api.py`, once per upload. Decides what a form may be; where its content goes and whether there is
-capacity for it is the caller's business. A part is refused as soon as its name is known, not when the form has ended.
+Called by `batch_api.py`, which decides where the content goes and whether there is capacity. A part is refused as soon
+as its name is known.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class UploadForm:
         self.filename: str | None = None
 
     async def read(self, store: Callable[[bytes, int], Awaitable[None]]) -> None:
-        """Read to the form's end. `store` gets the content in order, piece by piece, with the bytes so far. Raises
-        `RequestError`."""
+        """Read the form; `store` gets the content's pieces in order, with the bytes so far. Raises `RequestError`."""
         try:
             reader = MultipartReader(self._headers, cast(StreamReader, self._stream))
             async for part in reader:

@@ -1,7 +1,7 @@
 """The gateway's batches as one thing: folder, database, runner and their HTTP routes.
 
-`service.py` opens it before it listens, runs it beside everything else and closes it at the end. Decides one thing: a
-database that cannot be used costs files and batches (503), never the gateway.
+Opened by `service.py` before it listens. A database that cannot be used costs files and batches (503), never the
+gateway.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ BUSY_CONCURRENCY = 1
 
 
 class Batches:
-    """Files and batches of a gateway, made by `opened` and usable until that ends. Without `work` they are answered
-    with 503."""
+    """Files and batches of a gateway, open within `opened`. Without `work` they are answered with 503."""
 
     def __init__(self, work: tuple[BatchApi, BatchRunner] | None) -> None:
         self._work = work
@@ -69,8 +68,8 @@ class Batches:
         metrics: MetricFactory,
         log: structlog.stdlib.BoundLogger,
     ) -> AsyncIterator[Batches]:
-        """Open the folder and its database. `online_placed` is set whenever no online request waits for a worker any
-        more. Raises `ConfigError` if the folder cannot be used, or its database has another version."""
+        """Open folder and database. `online_placed` is set whenever no online request waits any more. Raises
+        `ConfigError` for an unusable folder or another version."""
         folder = BatchFolder(folder_of(config, instance), shared=config.gateway.processes > 1)
         own_metrics = BatchMetrics(metrics)
         own_metrics.usable().set(0)
@@ -117,8 +116,7 @@ class Batches:
 
 
 async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> StoreThread | None:
-    """Open the store; None if the database is damaged or cannot be used. Nothing of it, and no content, is touched
-    then."""
+    """Open the store; None, with nothing touched, if the database is damaged or cannot be used."""
     store = StoreThread(folder.database)
     try:
         if folder.alone:

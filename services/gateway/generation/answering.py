@@ -3,9 +3,8 @@
     Streams ─▶ Outlet.put_tokens ─▶ Choice.plain ─▶ Writer.plain ─▶ Sink.soon                      nearly every token
                      └─▶ Outlet.put ─▶ run ─▶ Answering.next ─▶ Writer.take ─▶ Sink.send    all that need a look
 
-Made by `generator.py` once a request is admitted. Knows nothing of HTTP: how an answer is said is its API's business (a
-`Writer`), where the events go that of a `Sink`. The state that all choices of a prompt share exists once: its first
-choice scores an echoed prompt, and the deltas of the others wait for that.
+Made by `generator.py` once a request is admitted. Knows no HTTP: a `Writer` has the API's format, a `Sink` the
+destination. The first choice of a prompt scores an echo for all; their deltas wait for it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ WRITTEN_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One delta as the client sees it. `first`: the choice's first visible piece."""
+    """Delta as the client sees it. `first`: the choice's first visible piece."""
 
     piece: Piece
     finish: FinishReason | None
@@ -52,7 +51,7 @@ class Step:
 
 
 QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
-"""An empty step: the answer is still awaited."""
+"""Empty step: the answer is still awaited."""
 
 
 class Writer(Protocol):
@@ -101,13 +100,10 @@ class Nowhere:
 
 
 class Outlet:
-    """The one way of an answer's tokens to one reader.
-
-    An event of plain text is written when its token is put, without a task, while `run` waits and nothing is before it.
-    All else waits for `run`, merged by choice: first and last pieces, what has to be looked for in a token or said
-    beside it, and everything while the client does not keep up, so that back-pressure and time limits hold. What waits
-    is bounded by the request's own max_tokens.
-    """
+    """Way of an answer's tokens to one reader. An event of plain text is written when its token is put, without a task,
+    while `run` waits and nothing is before it. All else waits for `run`, merged by choice: first and last pieces,
+    tokens with more to find or write, and everything while the client does not keep up, so that back-pressure and time
+    limits hold. What waits is bounded by max_tokens."""
 
     at_once = True
 
@@ -142,8 +138,7 @@ class Outlet:
         self._something.set()
 
     async def run(self, answering: Answering, writer: Writer, sink: Sink, quiet_s: float | None = None) -> None:
-        """Answer until all choices have ended. After `quiet_s` without a delta `Writer.quiet` is sent. Raises the
-        `RequestError` with which a choice fails."""
+        """Answer until all choices have ended. Raises the `RequestError` with which a choice fails."""
         if self.at_once and answering.plain:
             self._answering, self._writer, self._sink = answering, writer, sink
         try:
@@ -154,9 +149,8 @@ class Outlet:
         await sink.send(await writer.end())
 
     async def steps(self, answering: Answering, quiet_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
-        """Yield every delta as text, with its choice's index, until all choices have ended (`answering.ended`); `QUIET`
-        after every `quiet_s` without a delta. Raises the `RequestError` with which a choice fails, after the tokens
-        that came before."""
+        """Yield every delta with its choice's index until all have ended; `QUIET` after every `quiet_s` without any.
+        Raises the `RequestError` with which a choice fails, after the tokens that came before."""
         ended = answering.ended
         while len(ended) < len(answering.choices):
             arrived = await self._next(quiet_s)
@@ -246,7 +240,7 @@ class Mean:
 
 @dataclass(slots=True)
 class Answering:
-    """The choices of one request as text so far."""
+    """Choices of one request, as text so far."""
 
     call: Call
     generation: Generation
@@ -260,9 +254,8 @@ class Answering:
     model: str
     reserved: Reservation
     created_s: float
-    """`created` to the last digit."""
     stop: Callable[[int], None]
-    """A stop string ended this choice."""
+    """Callback for a choice that a stop string ended."""
     outlet: Outlet = field(default_factory=Outlet)
     singly: bool = False
     """One step for each token, however many come at once: the steps are then those of every rendering, and an answer
@@ -289,8 +282,7 @@ class Answering:
         return not (scored or call.continuous_usage or call.stop_strings or self.readers)
 
     def due(self, delta: Delta) -> list[Delta]:
-        """Return the deltas to answer now: none until the prompt is scored, then those that waited for its scores
-        too."""
+        """Return the deltas to answer now: none until the prompt is scored, then those that waited too."""
         ready = self._ready(delta)
         return [part for each in ready for part in each.singly()] if self.singly else ready
 
@@ -377,14 +369,13 @@ class Answering:
         return Extras(extras)
 
     async def scores(self, index: int, *, first: bool) -> Scores | None:
-        """Return an empty list for a choice's log-probabilities; an echoed prompt's come first where the answer begins
-        (`first`). None if the client wants none."""
+        """Return an empty list of a choice's scores, with an echoed prompt's before it; None if none are wanted."""
         if not self.call.shows_logprobs:
             return None
         return self.shape.scores(await self._of_echo(index) if first and self.call.scores_echo else None)
 
     async def write(self, scores: Scores, tokens: Sequence[ScoredToken]) -> None:
-        """Add these; other requests get the event loop in between."""
+        """Append scores, yielding to the event loop in between."""
         for start in range(0, len(tokens), WRITTEN_AT_ONCE):
             if start:
                 await asyncio.sleep(0)
@@ -399,8 +390,7 @@ class Answering:
         return chosen
 
     async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:
-        """Return the log-probabilities of a choice's prompt as vLLM writes them, yielding to the event loop in between.
-        None if the client wants none."""
+        """Return the prompt's log-probabilities as vLLM writes them; None if the client wants none."""
         if self.call.prompt_logprobs < 0:
             return None
         first = index - index % self.call.n
@@ -436,5 +426,4 @@ class Answering:
 
 
 def _placed(choices: Iterable[Entry]) -> bool:
-    """Return whether a worker was given one of them."""
     return any(entry.instances or entry.first_token_s is not None for entry in choices)

@@ -1,13 +1,12 @@
 """One choice of an answer: its tokens become text, with nothing of a stop string and no cut character.
 
-Joins detokeniser and stop strings, and keeps log-probabilities beside the text they belong to. One per request and
-stream; called by `answering.py`. Knows nothing of HTTP.
+Joins detokeniser and stop strings, and keeps log-probabilities with their text. Called by `answering.py`, one per
+stream.
 
-Of a stop string nothing ever leaves, and nothing is held back longer than needed. An Aho–Corasick automaton over all
-stop strings of a request is built once per HTTP request (by `generator.py`) and shared by its choices, each of which
-keeps a `StopStrings`: its state, and the text it holds back. The automaton's depth after a character is the length of
-the longest suffix of the text that could still become a stop string: exactly what must be held back. Constant work per
-character, amortised.
+No part of a stop string is sent, and nothing is held back longer than needed. An Aho–Corasick automaton over a
+request's stop strings is built once (by `generator.py`) and shared by its choices. Its depth after a character is the
+length of the longest suffix that could still become a stop string: exactly what `StopStrings` holds back. Constant work
+per character, amortised.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from cohort.services.gateway.text.tokenizer import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log-probabilities; `offset` is where its text starts, in characters. The first token of an
-    echoed prompt has none."""
+    """Token with its log-probabilities (none for an echo's first); its text starts at character `offset`."""
 
     token_id: int
     score: TokenLogprob | None
@@ -35,8 +33,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One delivery's addition to the client's text. `stopped`: a stop string was found, nothing follows. `calls` of
-    tools, or more of them; `called`: there were some in this choice."""
+    """Addition to the client's text, which a stop string ends if `stopped`. `called`: the choice has tool calls."""
 
     text: str
     scores: Sequence[ScoredToken]
@@ -103,23 +100,16 @@ class Choice:
         return self._stops.feed(text) if self.tokens > self._min_tokens else text
 
     def _due_scores(self, *, everything: bool) -> list[ScoredToken]:
-        """Return scores to send. A score leaves with the first character of its token, or never if a stop string cut
-        that off."""
+        """Return scores to send: each with its token's first character, or never if a stop string cut that off."""
         due: list[ScoredToken] = []
         while self._scores and (everything or self._scores[0].offset < self._sent):
             due.append(self._scores.popleft())
         return due
 
 
-# -- Stop strings ------------------------------------------------------------------------------------------------------
-
-
 class StopAutomaton:
-    """The stop strings of one request; immutable, a dozen bytes a character.
-
-    States are numbered so that a string's next state is nearly always the one behind it: then `_character` says by
-    which character it is reached. Only branches, fewer than there are strings, have edges of their own.
-    """
+    """Automaton over one request's stop strings; immutable, a dozen bytes a character. A string's next state is nearly
+    always the next number, reached by `_character`. Only branches, fewer than the strings, have edges."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Build the automaton. Raises `ValueError` for an empty stop string, which would stop everywhere."""
@@ -189,8 +179,7 @@ class StopAutomaton:
 
 
 class StopStrings:
-    """Watches one stream. Of several stop strings the one that is complete first counts; of those complete at the
-    same character, the longest."""
+    """Filter of one stream. The stop string that is complete first counts; at the same character, the longest."""
 
     __slots__ = ("_automaton", "_held", "_state", "matched")
 

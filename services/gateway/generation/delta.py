@@ -33,14 +33,12 @@ class Delta:
     error: RequestError | None = None
 
     def merge(self, later: Delta) -> None:
-        """Append a later delta of the same choice."""
         self.tokens += later.tokens
         self.logprobs += later.logprobs
         self.finish = later.finish or self.finish
         self.error = later.error or self.error
 
     def singly(self) -> Iterator[Delta]:
-        """Split into one delta per token, then its end."""
         for place, token in enumerate(self.tokens):
             yield Delta(self.index, [token], self.logprobs[place : place + 1])
         if self.finish is not None or self.error is not None:
@@ -122,8 +120,7 @@ def tpot_s(entry: Entry) -> float | None:
 
 
 def slo_outcomes(slo: Slo, *, ttft_s: float | None, per_token_s: float | None, e2e_s: float | None) -> dict[str, bool]:
-    """Return whether each promised objective was met. A time that never came (None) misses it, except TPOT in an answer
-    of one token."""
+    """Return whether each promised objective was met. Times that never came miss, but for TPOT with one token."""
     outcomes: dict[str, bool] = {}
     if slo.ttft_s:
         outcomes["ttft"] = ttft_s is not None and ttft_s <= slo.ttft_s

@@ -2,9 +2,8 @@
 
     read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ outlet ─▶ events, or one whole answer
 
-`openai_api.py`, `responses_api.py` and `messages_api.py` read their own bodies to a `Call` and write answers in their
-own form; all between is here. Every exit, whatever its reason, abandons what is still open, so a client that
-disconnects frees its blocks on every worker.
+The APIs read their bodies to a `Call` and format answers; all between is here. Every exit abandons what is still open,
+so a client that disconnects frees its blocks on every worker.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class GatewayHost:
-    """Identity, clock, metrics and log of the gateway's process."""
-
     instance: InstanceId
     clock: Clock
     metrics: RequestMetrics
@@ -65,7 +62,7 @@ class GatewayHost:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request's, which counts as in flight, and who sent it."""
+    """Body of a request, which counts as in flight, and its sender."""
 
     data: bytes
     caller: Caller
@@ -95,12 +92,10 @@ class Asked(ABC):
 
 
 class Endpoint(Protocol):
-    """An API's way to read bodies and to write answers."""
-
     kind: Kind
     chat: bool
     quiet_s: float | None
-    """A stream in which nothing happens for so long says that it is alive."""
+    """Time without events after which a stream shows that it is alive."""
     id_headers: Sequence[str]
     """Headers of a stream that carry the request's id."""
 
@@ -109,14 +104,12 @@ class Endpoint(Protocol):
 
 
 class Keeper(Protocol):
-    """Serves streams that outlive their connection."""
+    """Server of streams that outlive their connection."""
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse: ...
 
 
 class Generator:
-    """Maker of answers over one `Streams`; one per gateway."""
-
     def __init__(
         self, config: GatewayConfig, served: Served, host: GatewayHost, streams: Streams, owners: Owners
     ) -> None:
@@ -136,8 +129,6 @@ class Generator:
         self._outbox = Outbox()
         self.keeper: Keeper | None = None
         """Maker of resumable streams; set by `service.py`."""
-
-    # -- For the APIs ----------------------------------------------------------------------------------------------
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer an HTTP request. Raises `RequestError` only while nothing was sent."""
@@ -163,7 +154,6 @@ class Generator:
     def stream_to(
         self, endpoint: Endpoint, request: web.Request, headers: Mapping[str, str] | None = None
     ) -> EventStream:
-        """Return an event stream for the answer to this request."""
         return EventStream(
             request,
             {**dict.fromkeys(endpoint.id_headers, request[HTTP_ID]), **(headers or {})},
@@ -174,8 +164,7 @@ class Generator:
 
     @asynccontextmanager
     async def arriving(self, request: web.Request) -> AsyncIterator[Body]:
-        """Read the body, which counts as in flight until the block ends. Raises a `RequestError` for one that is not
-        admitted; those that the block raises are counted."""
+        """Read the body, in flight until the block ends. Raises a `RequestError`; the block's are counted too."""
         arrived_s, owner, http_id = self.host.clock.now_s(), request[OWNER], request[HTTP_ID]
         try:
             self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
@@ -198,11 +187,8 @@ class Generator:
         self.streams.abandon(answering.generation, reason)
         answering.reserved.release()
 
-    # -- On the way in ---------------------------------------------------------------------------------------------
-
     async def begin(self, call: Call, body_bytes: int, caller: Caller, taker: Taker | None = None) -> Answering:
-        """Tokenise, offer the requests, own them; what comes of it must be released. `taker`: where the tokens go, if
-        not to the answer's outlet. Raises `RequestError`."""
+        """Offer a call, tokenised; release the answer. `taker` replaces its outlet. Raises `RequestError`."""
         self.budget.check(call)
         clock, card = self.host.clock, self.served.card
         limited, sampling = call.max_tokens is not None, call.sampling
@@ -288,7 +274,6 @@ class Generator:
         reserved: Reservation,
     ) -> Answering:
         """Return the answer to a generation, with nothing rendered yet; `requests` come from `prepare`."""
-        # Of every prompt one, to which its choices refer, like the automaton.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)
         shape: Shape = self.chat if call.chat else self.completion

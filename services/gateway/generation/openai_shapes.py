@@ -1,9 +1,8 @@
 """The JSON of completions and chat completions, in OpenAI's shapes: whole and in chunks.
 
-Structs say which keys exist; two builders, one per endpoint, fill them. Log-probabilities become JSON as they arrive
-(`Scores`): a tenth of the objects' size, and no end of an answer has all of them to write at once. Called by
-`openai_api.py` and `answering.py`.
-Everything of our own rides under the one key `cohort`, so that strict clients still parse the rest.
+Structs list the keys; one builder per endpoint fills them. Log-probabilities become JSON as they arrive (`Scores`): a
+tenth of the objects' size. Called by `openai_api.py` and `answering.py`. Cohort's own fields stand under the one key
+`cohort`, so that strict clients parse the rest.
 """
 
 from __future__ import annotations
@@ -188,8 +187,7 @@ class Shape(Protocol):
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> CompletionChoice | ChatChunkChoice:
-        """Return a chunk of a choice. Its tool calls, and its finish reason, come from `Piece.calls` and
-        `Piece.called`."""
+        """Return a chunk. Tool calls and finish reason come from `Piece.calls` and `Piece.called`."""
         ...
 
 
@@ -357,8 +355,6 @@ class ChatShape:
 
 
 def prompt_places(text: TokenText, tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[bytes]:
-    """Return the JSON of each prompt token, with the likeliest ones at its place."""
-
     def place(token: int, logprob: float, rank: int | None) -> PromptPlace:
         return PromptPlace(_finite(logprob), rank, text.token_bytes(token).decode("utf-8", "replace"))
 

@@ -1,7 +1,7 @@
 """The latest requests of this gateway, for people who look at the live page.
 
-`RequestStats` tells it of every end, at the cost of one record without any token. What is shown (`show.py`) is made
-from that record, or from an open request's entry, only while a person looks. Decides nothing.
+`RequestStats` reports every end, at the cost of one record without tokens. `show.py` reads records only while a person
+looks.
 """
 
 from __future__ import annotations

@@ -95,9 +95,8 @@ def prepare(
 def output_limits(
     call: Call, prompt_tokens: Sequence[int], config: GatewayConfig, max_model_len: int, card_limit: int = 0
 ) -> list[int]:
-    """Return the token limit of the answer to each prompt. `card_limit` serves chats without a limit where the
-    configuration has none; 0 leaves the rest of the context. Raises `RequestError` when a prompt and its answer exceed
-    the context."""
+    """Return the answers' token limits. `card_limit` is for chats where nothing else is named; 0 leaves the rest of the
+    context. Raises `RequestError` when a prompt and its answer exceed the context."""
     limit = config.default_max_tokens or card_limit
     return [_output_limit(call, tokens, limit, max_model_len) for tokens in prompt_tokens]
 
@@ -133,9 +132,6 @@ def _output_limit(call: Call, prompt_tokens: int, default_limit: int, max_model_
     if call.min_tokens > limit:
         raise RequestError(f"min_tokens ({call.min_tokens}) exceeds the {limit} tokens that fit.", param="min_tokens")
     return limit
-
-
-# -- What a request costs ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +179,6 @@ class RequestBudget:
 
     @property
     def open_units(self) -> int:
-        """Units reserved now."""
         return self._open
 
     def check(self, call: Call) -> None:

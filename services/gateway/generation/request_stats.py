@@ -32,8 +32,7 @@ class RequestStats:
         self._dropped_tokens = self._default_predictions = 0
         """Part of the machine's totals that the metrics have already."""
         self._told: dict[tuple[TrafficClass, float, int], int] = {}
-        """Updates by class, seconds since the one before of the same stream, and tokens: the rows of a step are often
-        alike in all of them. Until `observe`."""
+        """Updates until `observe` by class, gap and tokens, in which a step's rows are often alike."""
 
     def admitted(self, request: Request) -> None:
         self._metrics.in_flight(request.traffic_class).inc()
@@ -45,7 +44,6 @@ class RequestStats:
             self._metrics.lora_requests(request.adapter).inc()
 
     def totals(self, dropped_tokens: int, default_predictions: int) -> None:
-        """Update the counters that the machine keeps."""
         if more := dropped_tokens - self._dropped_tokens:
             self._dropped_tokens = dropped_tokens
             self._metrics.stale_tokens().inc(more)
@@ -64,7 +62,6 @@ class RequestStats:
         self._metrics.resubmissions(entry.lost_kind).inc()
 
     def first_tokens(self, now_s: float, entry: Entry, times: GatewayTimes, count: int) -> None:
-        """Record the first `count` tokens of a stream."""
         traffic_class = entry.request.traffic_class
         self._metrics.generation_tokens(traffic_class).inc(count)
         ttft_s = now_s - times.arrived_s
@@ -164,8 +161,7 @@ class RequestStats:
 
 
 class Recent:
-    """Totals, and percentiles over the latest requests: what a person watching wants at a glance. The exact
-    distributions are in the metrics."""
+    """Totals, and percentiles over the latest requests, for the live page; exact distributions are metrics."""
 
     def __init__(self) -> None:
         self.totals = dict.fromkeys(

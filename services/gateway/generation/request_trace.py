@@ -38,8 +38,6 @@ _LEFT_OUT = ("/v1/models", "/v1/files", "/v1/batches")
 
 
 class RequestTrace:
-    """One HTTP request, or one line of a batch."""
-
     def __init__(self, tracing: Tracing, span: OpenSpan, clock: Clock) -> None:
         self._tracing = tracing
         self._clock = clock

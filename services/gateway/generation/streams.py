@@ -42,8 +42,6 @@ from cohort.services.gateway.generation.request_stats import RequestStats
 
 @dataclass(slots=True)
 class _Track:
-    """An open request, and where its tokens go."""
-
     generation: Generation
     index: int
     taker: Taker
@@ -87,15 +85,12 @@ class Streams:
     def __len__(self) -> int:
         return len(self._tracks)
 
-    # -- For the HTTP handlers -------------------------------------------------------------------------------------
-
     def check(self, body_bytes: int, traffic_class: TrafficClass, owner: str = "") -> None:
         """Check admission before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
         self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
     def offer(self, offer: Offered, times: GatewayTimes, taker: Taker) -> Generation:
-        """Admit all of the offer's requests or none: then raises a 429 or 503 `RequestError`. The generation must be
-        abandoned in the end."""
+        """Admit all of the offer's requests, to be abandoned in the end, or none: a 429 or 503 `RequestError`."""
         generation = Generation(times)
         self._decide(offer, (generation, taker))
         return generation
@@ -118,8 +113,6 @@ class Streams:
         for track in reversed(self._tracks.values()):
             yield track.generation.entries[track.index], track.generation.times
 
-    # -- For the service -------------------------------------------------------------------------------------------
-
     def tell(self, *events: GatewayEvent) -> None:
         """Pass events to the machine. Without any, the effects left by a call that failed are performed."""
         lost = self._perform(self._hosted.handle(self._clock.now_s(), *events))
@@ -137,11 +130,8 @@ class Streams:
         if self._timer is not None:
             self._timer.cancel()
 
-    # -- Effects ---------------------------------------------------------------------------------------------------
-
     def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
-        """Perform effects and return the messages not sent. A defect in one effect must not keep the others from being
-        performed."""
+        """Perform effects, the others too if one has a defect. Return the messages that were not sent."""
         lost: list[Undelivered] = []
         for effect in effects:
             try:
@@ -237,8 +227,6 @@ class Streams:
             track.taker.put_tokens(track.index, tokens)
         else:
             track.taker.put(Delta(track.index, tokens, action.logprobs, action.finish))
-
-    # -- Endings ---------------------------------------------------------------------------------------------------
 
     def _close(self, entry: Entry, finish: FinishReason, reason: str) -> None:
         if self.ledger.get(entry.request_id) is entry:

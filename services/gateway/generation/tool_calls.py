@@ -26,7 +26,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 END = ""
 """Input of a reader after the last character."""
 _HEAD_CHARACTERS = 512
-"""A call whose arguments do not begin within so many is read when it is whole."""
+"""Characters within which arguments must begin; later ones are read when the call is whole."""
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)
 _NAME = re.compile(r"\s*([A-Za-z0-9_.:-]{1,256})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
 
@@ -52,11 +52,8 @@ class Found:
 
 
 class ToolReader:
-    """One answer's."""
-
     def __init__(self, format_: ToolFormat, *, parallel: bool, ids: str = "") -> None:
-        """`parallel` False: nothing is read after the first call. `ids`: what the ids of its calls are made from; "" =
-        from chance."""
+        """`parallel` False ends with the first call. `ids`: source of the calls' ids; "" = random."""
         self._format = format_
         self._ids = ids or secrets.token_hex(16)
         self._parallel = parallel
@@ -103,8 +100,6 @@ class ToolReader:
                 return self._marked(self._mistral_calls)
             case "llama3":
                 return self._llama()
-
-    # -- The families ----------------------------------------------------------------------------------------------
 
     def _marked(self, read_calls: Callable[[], Reading]) -> Reading:
         """Read content, and calls after the marker."""
@@ -192,8 +187,6 @@ class ToolReader:
         if lead.strip() or not self.calls:
             self._say(lead)
 
-    # -- Parts -----------------------------------------------------------------------------------------------------
-
     def _content_until(self, marker: str) -> Generator[None, str, bool]:
         """Read content; return whether the marker came. White space is held until it is known that no call follows."""
         held = ""
@@ -218,8 +211,7 @@ class ToolReader:
             self._say(character)
 
     def _object(self, begun: str) -> Generator[None, str, str]:
-        """Read a call whose JSON object starts with `begun`. Return "" for a call, else its text. It is a call once its
-        arguments begin."""
+        """Read a call that starts with `begun`. Return "" if it is one (its arguments begin), else its text."""
         raw, depth = begun, begun.count("{")
         in_string = escaped = False
         while (character := (yield)) != END:
@@ -333,12 +325,8 @@ def call_id(format_: ToolFormat, ids: str, number: int) -> str:
     return f"call_{stable_id(ids, number)[:24]}"
 
 
-# -- Ids that are made again wherever an answer is written again, perhaps by another gateway: random ones would differ
-# ------
-
-
 def stable_id(*parts: str | int) -> str:
-    """Hash the parts to 32 hexadecimal digits."""
+    """Hash the parts to 32 hexadecimal digits: not random, as another gateway may write the answer again."""
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 

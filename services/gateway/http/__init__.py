@@ -1,4 +1,1 @@
-"""HTTP as every endpoint needs it: bodies, error shapes, server-sent events, slow readers, listings.
-
-The room knows aiohttp and `common/`; no endpoint and no request for tokens.
-"""
+"""HTTP for every endpoint: bodies, error shapes, server-sent events, slow readers, listings. Knows no endpoint."""

@@ -33,8 +33,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.typedefs import Handler, Middleware
 
 QUIET_S = 1.0
-"""Time without a request until open connections count as idle: a client that answers a response with another request
-does so within it."""
+"""Time without a request until connections count as idle: a client's next request comes within it."""
 _POLL_S = 0.05
 SIGNAL = signal.SIGUSR1
 LOOKS = 4
@@ -90,8 +89,8 @@ class Handover:
 
 @dataclass(slots=True)
 class _Connection:
-    """Bytes that left for the client are those written less those unsent and those the kernel keeps, which takes more
-    only when a third of its buffer (megabytes) is free again; `moved_s`: when that last grew."""
+    """`moved_s`: when bytes last left for the client: those written less those unsent and those in the kernel, which
+    takes more only when a third of its buffer (megabytes) is free."""
 
     writer: AbstractStreamWriter
     moved_s: float
@@ -107,8 +106,8 @@ class SlowReaders:
     def __init__(
         self, *, still_s: float, whole_s: float, aborted: Callable[[], None], log: structlog.stdlib.BoundLogger
     ) -> None:
-        """`still_s`: the longest an answer may stand still; `whole_s`: the longest it may move and not be through, so
-        that a byte now and then keeps nothing open. `aborted` is called for each connection given up."""
+        """`still_s`: the longest an answer may stand still; `whole_s`: the longest it may take, so that a byte now and
+        then keeps nothing open. `aborted` is called for each connection given up."""
         self._still_s = still_s
         self._whole_s = whole_s
         self._aborted = aborted

@@ -1,7 +1,6 @@
 """The JSON of errors: in OpenAI's shape, and in Anthropic's for what is asked under `/v1/messages`.
 
-Called wherever an error leaves the gateway: by `middleware.py` for whole answers, by the streams of each API, by
-`batch_lines.py`. Pure; decides words and shapes, never a status.
+Called wherever an error leaves the gateway. Pure; decides words and shapes, never a status.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def shaped_error(error: RequestError, path: str) -> AnthropicError | OpenAiError
 
 
 def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
-    """Rename a chat's field in an error to its name in another API. `names`: regular expressions for the beginning of a
-    field's path, with replacements; the first match counts."""
+    """Rename a chat's field in an error for another API. `names`: regular expressions for the beginning of a field's
+    path, and replacements; the first match counts."""
     if error.param is None:
         return error
     for pattern, name in names:

@@ -2,15 +2,13 @@
 
     415 Content-Encoding, or no JSON     413 longer than one may be     408 too slow     429 too much in flight
 
-Called by `generator.py` for generation requests, and by aiohttp for what headers alone decide. A body counts against
-the budget from its first byte until its request is accepted or refused, because until then its text lies in memory at
-least once. Never parses.
+Called by `generator.py`, and by aiohttp for what headers decide. A body counts from its first byte until its request is
+accepted or refused, as its text lies in memory till then. Never parses.
 
-`refuse_shape` comes ahead of every decoder. A megabyte of text decodes in a millisecond; a megabyte of empty lists
-becomes half a million objects, a hundred milliseconds and a hundred megabytes. So the bytes outside of strings are
-counted first, at memory speed: a slice at a time, because the interpreter serves no other thread while it is inside of
-one count, and no further than to the limit. It does not judge whether the body is JSON: up to the first fault both read
-alike, and there the decoder stops.
+`refuse_shape` comes before every decoder: a megabyte of empty lists becomes half a million objects, a hundred
+milliseconds and a hundred megabytes. So bytes outside of strings are counted, at memory speed: a slice at a time,
+because no other thread runs during a count, and no further than to the limit. Whether the body is JSON is left to the
+decoder, which stops at the first fault.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ async def refuse_other_bodies(request: web.Request, handler: Handler) -> web.Str
 
 
 def expecting_later(route: web.RouteDef) -> web.RouteDef:
-    """Return the route without aiohttp's answer to `Expect: 100-continue`, which invites a body before the headers are
-    checked; `invite_bodies` does it."""
+    """Return the route without aiohttp's answer to `Expect: 100-continue`, which comes before headers are checked."""
     return web.RouteDef(route.method, route.path, route.handler, {**route.kwargs, "expect_handler": _expected})
 
 
@@ -96,8 +93,6 @@ def _check_type(request: web.Request) -> None:
 
 @dataclass(slots=True)
 class _Held:
-    """One body's part of the budget."""
-
     bytes: int = 0
 
 
@@ -107,8 +102,6 @@ def most_in_flight(config: GatewayConfig) -> int:
 
 
 class RequestBodies:
-    """The budget of all bodies in flight of one gateway."""
-
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self.in_flight_bytes = 0
@@ -161,9 +154,6 @@ class RequestBodies:
     def _too_large(self) -> RequestError:
         most = self._config.max_body_bytes
         return RequestError(f"The body is larger than {most} bytes (gateway.max_body_bytes).", status=413)
-
-
-# -- How many values a body has, and how deep they lie -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Server-sent events to one client: when the stream opens, how events are written, how it ends and how it fails.
 
-Made by `generator.py`, given events as bytes by an answer's outlet. The response is opened with the first event, so
-that a failure before the first token is still answered with a proper HTTP status. A client that reads too slowly fills
-the socket, then blocks this stream only, and is given up after `write_timeout_s`.
+Made by `generator.py`. The response opens with the first event, so that an earlier failure has a proper HTTP status. A
+client that reads too slowly blocks this stream only, and is given up after `write_timeout_s`.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ class EventStream:
     async def carry(
         self, sending: Awaitable[None], failed: Callable[[RequestError], Sequence[bytes]]
     ) -> web.StreamResponse:
-        """Let `sending` send its events. What it raises once the stream is open is told in the words of `failed`: a
-        stream never breaks off silently. Raises what happens before that."""
+        """Let `sending` send its events. What it raises once the stream is open is sent in `failed`'s format: a stream
+        never breaks off silently. Earlier errors are raised."""
         try:
             await sending
             await self._end()

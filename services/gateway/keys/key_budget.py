@@ -4,10 +4,9 @@
     is tokenised    `reserve`  its prompt, and what its answer may have, are taken from the tokens
     has ended       `settle`   what it did not use is given back, what it used beyond is taken after all
 
-Minutes are token buckets: a full minute's worth at most, refilled all the time, so that a limit is a rate and no clock
-edge doubles it. A bucket may be in debt for what was not known before, and is refused from until it is out of it. Days
-are those of UTC. Time is an argument: monotonic seconds for minutes, wall-clock seconds for days. Owned by
-`tenants.py`; knows nothing of HTTP. Where several gateways share a port, `key_shared.py` keeps all of this for them.
+Minutes are token buckets, refilled all the time, so that no clock edge doubles a limit. A bucket in debt for what was
+not known before refuses until it is out of it. Days are those of UTC. Times are arguments: monotonic for minutes,
+wall-clock for days. Owned by `tenants.py`; with several gateways `key_shared.py` keeps the state.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _RETRY_OPEN_S = 1.0
 
 
 class KeyLimited(RequestError):
-    """429 for a limit of the key that asks, whatever the server could serve. `again_s`: when to try again here, where
-    that costs nothing; what clients are told is no less than a second."""
+    """Limit (429) of the key that asks. `again_s`: when a retry inside costs nothing; clients wait a second or more."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, status=429, type_="rate_limit_error", retry_after_s=retry_after_s)
@@ -141,7 +139,6 @@ class KeyBudget:
             raise self._spent("tokens_per_minute", limits.tokens_per_minute, "none is left", wait_s)
 
     def admit(self, now_s: float, wall_s: float) -> None:
-        """Call `check`, then `enter`."""
         self.check(now_s, wall_s)
         self.enter(now_s)
 

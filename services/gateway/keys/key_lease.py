@@ -1,6 +1,6 @@
 """One request of an API key while it is open: its part of the key's limits, given back when it ends.
 
-Made by `tenants.py` when a request's headers are there, and put beside the request, where `generator.py` finds it.
+Made by `tenants.py` from a request's headers, and put beside the request, where `generator.py` finds it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ Used = Callable[[], tuple[int, int]]
 
 
 class Lease:
-    """Open until `end`."""
-
     def __init__(
         self, budget_of: Callable[[TrafficClass], KeyBudget], traffic_class: TrafficClass, clock: Clock
     ) -> None:
@@ -40,8 +38,7 @@ class Lease:
         """Callback for the SLOs of its choices, also after the request ended."""
 
     def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
-        """Reserve the tokens that the request may use, under the class known by now. Raises `KeyLimited`, or a 400
-        `RequestError`."""
+        """Reserve what the request may use, under its final class. Raises `KeyLimited`, or a 400 `RequestError`."""
         now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
         if traffic_class != self.traffic_class:
             budget = self._budget_of(traffic_class)

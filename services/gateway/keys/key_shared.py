@@ -1,8 +1,7 @@
 """Limits of a key that hold over all gateways of a port: a `KeyBudget` whose state is a record of `key_table.py`.
 
-Every call reads the record, decides as a budget of one gateway does, and writes the record before another gateway may
-read it, so nothing is granted twice. A refusal first looks whether gateways that hold something are still alive: what
-dead ones had open is given back then. Made by `tenants.py` where several gateways share a port.
+Every call reads the record, decides and writes it under a lock, so nothing is granted twice. Before a refusal, what
+dead gateways had open is given back. Made by `tenants.py` where several gateways share a port.
 """
 
 from __future__ import annotations

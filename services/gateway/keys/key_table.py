@@ -3,12 +3,10 @@
     <folder of batches>/limits/table     records; its lock (flock) is held for one look or change, some microseconds
     <folder of batches>/limits/slot-N    held (flock) by the gateway that counts in column N, as long as it lives
 
-A record has the key's buckets and day, and for each gateway the requests that it has open and the tokens reserved for
-them. Locks are the kernel's: those of a process that is killed are gone, and with its slot's lock its column is known
-to be dead. What a dead column holds is given back when a request would be refused for it, or when another gateway takes
-the slot. The first gateway begins with an empty table; nothing of it outlives all gateways. Used by `key_shared.py`, on
-the event loop alone; no record is read or written without the lock. A record lies within one page, so a process that is
-killed leaves the old one or the new one.
+A record has the key's buckets and day, and for each gateway its open requests and reserved tokens. The kernel frees a
+killed process's locks, so its column is known to be dead; it is given back before a refusal, or when another gateway
+takes the slot. The table is empty at the first gateway's start. Used by `key_shared.py`, on the event loop, under the
+lock. A record lies within one page, so a process that is killed leaves the old one or the new one.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ assert 4096 % _RECORD_BYTES == 0
 
 @dataclass(slots=True)
 class Record:
-    """State of one key and class. `at_s`: monotonic seconds to which the buckets are refilled; `day`: number of the day
-    of UTC; `open` and `reserved`: requests and tokens by slot."""
+    """State of one key and class. `at_s`: monotonic time of the last refill; `day`: number of the day of UTC; `open`,
+    `reserved`: requests and tokens by slot."""
 
     digest: bytes
     requests_used: float = 0.0
@@ -56,8 +54,7 @@ class Record:
         return head + _CELLS.pack(*self.open, *self.reserved)
 
     def forget(self, slot: int) -> bool:
-        """Give back what the slot's gateway had; return whether there was anything. The minute's buckets refill by
-        themselves."""
+        """Give back what a slot had, but for the minute's buckets, which refill; return whether there was anything."""
         had = bool(self.open[slot] or self.reserved[slot])
         self.day_used = max(0, self.day_used - self.reserved[slot])
         self.open[slot] = self.reserved[slot] = 0
@@ -129,7 +126,6 @@ class KeyTable:
     def forget_dead(self, record: Record) -> bool:
         """Give back what dead gateways have in the record; return whether there was anything."""
         slots = [slot for slot in range(SLOTS) if record.open[slot] or record.reserved[slot]]
-        # Of every one, not up to the first.
         return any([record.forget(slot) for slot in slots if slot != self.slot and not self._alive(slot)])
 
     def _take_slot(self) -> None:
@@ -156,8 +152,7 @@ class KeyTable:
         return False
 
     def _alive(self, slot: int) -> bool:
-        """Return whether a gateway holds the slot. Slots are taken and tested under the table's lock, so a test is
-        never taken for a holder."""
+        """Return whether a gateway holds the slot. Under the table's lock a test is never taken for a holder."""
         if not self._locks(slot):
             return True
         fcntl.flock(self._slot_files[slot], fcntl.LOCK_UN)

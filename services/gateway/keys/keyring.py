@@ -1,9 +1,8 @@
 """The API keys that this gateway accepts, hashed: those of the configuration and those of the file.
 
-Asked by `middleware.py` for every request, by `tenants.py` for a key's limits. Keys of the configuration are hashed at
-once with a salt of this process; the plain ones are not kept here. The file (`keys/key_file.py`) is looked at again
-every `RELOAD_S`, when a request comes: a change counts from then on. One that cannot be read changes nothing and
-is logged, so that a slip of an editor locks nobody out and lets nobody in.
+Read by `middleware.py` for every request, by `tenants.py` for limits. Configured keys are hashed with a salt of this
+process. The file (`keys/key_file.py`) is read again after `RELOAD_S`, when a request comes; one that cannot be read
+changes nothing and is logged, so that an editor's slip locks nobody out and lets nobody in.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ FILED = "key-"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One tenant. `owner`: under which its files, batches and shares go; of a key of the file its id, of one of the
-    configuration a digest of the key."""
+    """One tenant. `owner` of its files, batches and shares: a filed key's id, or a configured key's digest."""
 
     id: str
     name: str

@@ -1,7 +1,7 @@
 """Around every handler: the request's id, foreign pages, API keys, and every error as JSON in its API's shape.
 
-Called by aiohttp for each HTTP request. Nothing a client sends may leave here as a 500 with a stack trace or as plain
-text; a defect of ours is logged with its traceback and answered with a 500 that says nothing else.
+Called by aiohttp for each HTTP request. No client sees a stack trace or plain text; a defect is logged and answered
+with a bare 500.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Bounds on the owner of one API key: its share of the queue, its own cached prefixes, its priority.
 
-Made by `service.py` from the configuration and its keys, asked by `generator.py` for every request. An owner is known
-by the name that `middleware.py` puts on the request (`OWNER`), never by the key. With fewer than two keys nothing is
-shared out: no shares, no salts; a file of keys counts as several, whatever it holds today. Whether there are several is
-decided here for all of the gateway, its files and batches too: by the secrets, of which two names may say the same.
+Made by `service.py`, used by `generator.py` for every request. An owner is the name that `middleware.py` puts on the
+request (`OWNER`), never the key. With fewer than two keys nothing is shared out; a file of keys counts as several. Keys
+are counted by their secrets, of which two names may have the same.
 """
 
 from __future__ import annotations

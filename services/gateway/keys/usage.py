@@ -1,7 +1,7 @@
 """What keys use, on its way to the database: added up here, written a moment later by a thread.
 
-Told by `tenants.py` of every request that ended or was refused. A database that cannot be used costs the figures, never
-a request: it is logged, and what could not be written is tried again with what came since.
+`tenants.py` reports every request that ended or was refused. A database that fails costs figures, never a request:
+writes are retried.
 """
 
 from __future__ import annotations

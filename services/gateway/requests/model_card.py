@@ -1,8 +1,7 @@
 """The served model as the gateway knows it: its name, its limits, its end tokens and how it wants to be sampled.
 
-Read once at start from the JSON files of a model folder in Hugging Face format; no weights, no torch. Called by
-`service.py`; everything else gets the finished card. It never guesses: a folder without a context length needs
-`model.max_model_len` in the configuration.
+Read by `service.py` at start from a model folder in Hugging Face format; no weights, no torch. It never guesses: a
+folder without a context length needs `model.max_model_len`.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One served model. `max_model_len` bounds prompt + output tokens; `eos_token_ids` end a generation as
-    `transformers.generate` would end it."""
+    """Served model. `max_model_len` bounds prompt + output; `eos_token_ids` end a generation as in transformers."""
 
     name: str
     path: Path
@@ -94,8 +92,8 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model, and how its text becomes tokens and calls. `tool_format`: how it writes calls of tools; None = in a
-    form that is not read here. `max_model_len`: the model's, or less where the workers hold less."""
+    """Model with its tokenizer. `tool_format`: how it writes tool calls, None = not supported. `max_model_len`: the
+    model's, or less where the workers hold less."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -138,8 +136,8 @@ def read_model_card(config: ModelConfig) -> ModelCard:
 
 
 def _sampling_defaults(path: Path) -> SamplingDefaults:
-    """Read generation_config.json, value by value, as vLLM does (`do_sample` is ignored there too: an API's client
-    expects a seed to matter). A file without any gets its authors' recommendation where it is known."""
+    """Read generation_config.json as vLLM does (without `do_sample`: a client expects a seed to matter), or its
+    authors' recommendation where it names nothing."""
     file = path / "generation_config.json"
     generation = _read(file) if file.is_file() else {}
     named: dict[str, float] = {}

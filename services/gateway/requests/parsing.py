@@ -1,7 +1,7 @@
 """A POST body and its headers to a typed `Call`, or a `RequestError` that names the parameter.
 
-Pure: called by each API before tokenising. Everything a client sends is honoured, tolerated by document
-(`bodies.py`) or refused with a clear 400; malformed bytes of any kind end here and never become a 500.
+Pure: called by each API before tokenising. Everything is honoured, tolerated (`bodies.py`) or refused with a clear 400,
+never a 500.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _OTHER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request, parsed. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
-    tokenised prompt. `logprobs` as in `SamplingParams`. `max_tokens` None: what the context leaves."""
+    """Parsed request. `sampling` lacks only max_tokens, seed and end tokens, which need the tokenised prompt.
+    `max_tokens` None: what the context leaves."""
 
     chat: bool
     prompts: tuple[str | list[int], ...]
@@ -123,15 +123,12 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
 class Reader:
-    """Reads bodies for what is served; one per gateway."""
-
     def __init__(self, config: GatewayConfig, served: Served) -> None:
         self.config = config
         self.served = served
 
     async def read(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
-        """Parse a body, in a thread if it is long. Raises `RequestError`, also if its prompts cannot fit however they
-        are cut."""
+        """Parse a body, if long in a thread. Raises `RequestError`, also if its prompts cannot fit at all."""
         self._refuse_hopeless(len(data), chat=chat)
         if len(data) <= PARSE_AT_ONCE_BYTES:
             return parse(data)
@@ -194,8 +191,7 @@ def parse_chat(
 def chat_call(
     body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: ToolFormat | None
 ) -> Call:
-    """Parse a chat's body, sent or converted from another API's. `tool_format`: how the model writes calls; None = they
-    cannot be read. Raises `RequestError`."""
+    """Parse a chat's body. `tool_format`: how the model writes calls; None = unreadable. Raises `RequestError`."""
     messages = read_messages(body.messages)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -409,8 +405,7 @@ def _no_json(error: Exception) -> RequestError:
 def _class_and_slo(
     options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
 ) -> tuple[TrafficClass, Slo, bool]:
-    """Return class and SLO as named; headers override the body, because proxies set them. Admission fills in the
-    class's default for a target not named."""
+    """Return class and SLO; headers override the body, as proxies set them. Admission adds default targets."""
     traffic_class: TrafficClass = options.traffic_class or config.default_class
     named = headers.get(CLASS_HEADER)
     if named is not None:
@@ -546,9 +541,6 @@ def _refuse_unsupported_chat_options(body: ChatBody) -> None:
 
 def _refused(param: str, reason: str) -> RequestError:
     return RequestError(f"{param}: {reason}.", param=param)
-
-
-# -- What an answer is bound to: one grammar at a time, as clients of OpenAI and vLLM name it --------------------------
 
 
 def wanted_structure(body: GeneratingBody) -> Wanted | None:

@@ -1,8 +1,7 @@
 """The prompt of a completion in its four shapes: a text, texts, token ids, lists of token ids.
 
-Called by `parsing.py` with the field as it stands in the body. Half a million ids may be in it, which decode in tens of
-milliseconds, and a decoder serves no other thread while it works; so a long field is decoded one prompt at a time, and
-a list with more ids than the model's context not at all. Pure.
+Called by `parsing.py`. Half a million ids decode in tens of milliseconds, without another thread; so a long field is
+decoded one prompt at a time, and a list with more ids than the model's context not at all. Pure.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _ids = msgspec.json.Decoder(list[TokenId])
 
 
 def prompts(field: bytes, config: GatewayConfig, card: ModelCard) -> tuple[str | list[int], ...]:
-    """Return one or more prompts, none empty. Raises `RequestError`, and msgspec's errors for bytes that are no
-    UTF-8."""
+    """Return one or more prompts, none empty. Raises `RequestError`, and msgspec's errors for invalid UTF-8."""
     if len(field) <= DECODED_AT_ONCE_BYTES:
         return _prompts(_decode(_any, field, "prompt"), config, card)
     if field.startswith(b'"'):

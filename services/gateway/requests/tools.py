@@ -1,12 +1,9 @@
 """The tools of a chat: how its model writes calls, which it may and which it must call, and how earlier calls are read.
 
-The chat template is what the model was trained on, so the marks in its source tell the family. A template that has no
-place for tools gets them in a system message in the form of Hermes, which many small models have seen; one that has a
-place for them in a form that is not read here refuses tools. `tool_choice` none leaves the tools out of the prompt;
-required and a named function bind the answer to calls by a grammar; with auto the model writes what it likes, and what
-it writes is read (`tool_calls.py`).
-
-Pure; called by `service.py` once and by `parsing.py` for every request with tools.
+The marks in the chat template's source tell the family. A template without a place for tools gets them in a system
+message in Hermes' form, which many small models have seen; one with an unknown form refuses tools. `tool_choice` none
+leaves the tools out; required and a named function bind the answer by a grammar; with auto, what the model writes is
+read (`tool_calls.py`). Pure; called by `service.py` and `parsing.py`.
 """
 
 from __future__ import annotations
@@ -32,9 +29,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """`marker` begins a call and `close` ends it ("" = it ends by itself); `named`: Mistral's form with [ARGS].
-    `prompted`: the template has no place for tools, they are put into a system message. `marker_id`, `close_id`: where
-    the tokenizer has the mark as one token."""
+    """Form of tool calls: from `marker` to `close` ("" = ends by itself); `named`: Mistral's with [ARGS]. `prompted`:
+    tools go into a system message. `marker_id`, `close_id`: the marks' own tokens."""
 
     family: Family
     marker: str
@@ -60,8 +56,7 @@ class Function:
 
 
 def tool_format(template: str | None, token_id: Callable[[str], int | None]) -> ToolFormat | None:
-    """Return how the model writes tool calls, judged by its chat template's source; `token_id` finds an added token by
-    its text. None without a template, or if its form is not supported."""
+    """Return the form of tool calls in a chat template's source; `token_id` finds an added token. None if unknown."""
     if template is None:
         return None
     if "tools" not in template:
@@ -88,13 +83,9 @@ def _with_ids(format_: ToolFormat, token_id: Callable[[str], int | None]) -> Too
     )
 
 
-# -- What a body asks for ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of one request. `prompt`: the tools as the template gets them. `wanted`: the calls that the answer is bound
-    to, if it is."""
+    """Tools of one request: `prompt` as the template gets them, `wanted` the calls that the answer is bound to."""
 
     format: ToolFormat
     prompt: tuple[dict[str, Any], ...]
@@ -160,8 +151,7 @@ def as_prompted(tool: Tool) -> dict[str, Any]:
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Read the `tool_calls` of an earlier answer, arguments as the object that templates expect. Raises
-    `RequestError`."""
+    """Read an earlier answer's `tool_calls`, arguments as objects for templates. Raises `RequestError`."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list.", param=where)
     return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
@@ -185,9 +175,6 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.function.arguments must be a text.", param=f"{where}.function.arguments")
     named = {} if call_id is None else {"id": call_id}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-# -- As a grammar ------------------------------------------------------------------------------------------------
 
 
 def calls_grammar(format_: ToolFormat, functions: Sequence[Function], *, parallel: bool) -> str:
@@ -229,8 +216,6 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
     return {"x-guidance": {"whitespace_pattern": grammar.WHITE_SPACE}, **schema}
 
 
-# -- As messages ---------------------------------------------------------------------------------------------------
-
 _PROMPT = """\
 You may call one or more functions to assist with the user query. You are given function signatures within \
 <tools></tools> tags:
@@ -244,8 +229,7 @@ For each function call return a JSON object with function name and arguments wit
 
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Write the tools into the system message, calls and results into the text, for a template without a place for
-    tools."""
+    """Write tools into the system message, calls and results into the text, for a template without tools."""
     said = [_spelled(message) for message in messages]
     if not tools:
         return said

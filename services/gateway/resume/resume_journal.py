@@ -1,8 +1,7 @@
 """Writes what is generated for resumable streams before their clients see it: all that came meanwhile at once.
 
-One transaction is under way at a time, in a thread; tokens that arrive during it share the next one, so the cost for
-each falls with the load. Used by `resumption.py`. With a database that cannot be used, streams cannot be resumed after
-the end of this process, but go on: that is logged, and tokens pass unwritten.
+One transaction runs at a time, in a thread; tokens that arrive meanwhile share the next one. Used by `resumption.py`.
+If the database fails, it is logged and streams go on, but cannot be resumed after this process.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Journal:
     def __init__(
         self, path: Path, holder: str, lost: Callable[[str, bool], None], log: structlog.stdlib.BoundLogger
     ) -> None:
-        """`lost` is told of a stream, by the digest of its token, that is no longer ours: another gateway has it, or
-        its client cancelled it there."""
+        """`lost` gets the digest of a stream that is no longer ours: it moved, or its client cancelled it."""
         self._path = path
         self._kept = OnThread(self._opening, "streams")
         self._holder = holder

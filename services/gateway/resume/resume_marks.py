@@ -6,11 +6,11 @@ Of chunks (completions, chats):
     17,12e      of two choices; the second one has ended
     17e,u       the event with the usage too
 
-Tokens rather than events are counted: how many tokens share a chunk depends on the moment, while what the first 17
-tokens of a choice came to does not. Another gateway renders them again, unseen, and goes on behind them.
+Tokens are counted, as how many share an event depends on the moment, while their text does not. Another gateway renders
+them again, unseen, and goes on after them.
 
-Of named events (responses, messages), which build on each other: their number, from 0 on. These are rendered token by
-token, so an event has its number wherever it is written again, and those that were seen are left out.
+Of named events (responses, messages), which build on each other: their number, from 0 on. They are rendered token by
+token, so that the number is the same wherever the stream is written again.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ class BehindPlace(Outlet):
 
 
 def seen_of(kind: Kind, text: str, choices: int) -> Place | int:
-    """Return what a stream's client has seen: its place, or the number of the last event, -1 = none. `text` is its own
-    account, "" = nothing. Raises a 400 `RequestError`."""
+    """Parse what a stream's client has seen ("" = nothing): its place, or its last event's number, -1 = none. Raises a
+    400 `RequestError`."""
     if kind == "chunks":
         return Place.parse(text, choices)
     if not text:
@@ -220,9 +220,8 @@ def seen_of(kind: Kind, text: str, choices: int) -> Place | int:
 def read_on(
     answering: Answering, writer: Writer, log: Mapping[int, Delta], seen: Place | int, *, gaps: bool = False
 ) -> Writer:
-    """Replay what was not seen of the log into `answering`, of which nothing is rendered yet; return the writer that
-    continues there. With `gaps` the log may lack tokens that were seen: they come again. Raises a 400 `RequestError`
-    where the client claims more than there was."""
+    """Replay the unseen log into `answering`, which has nothing rendered; return the writer that goes on. With `gaps`
+    the log may lack seen tokens, which come again. Raises a 400 `RequestError` for a place beyond its end."""
     requests = [entry.request for entry in answering.generation.entries]
     most = [
         request.sampling.max_tokens if gaps else len(log[index].tokens if index in log else ())

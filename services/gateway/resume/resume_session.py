@@ -2,9 +2,8 @@
 
     Streams ─▶ put ─▶ unwritten ─▶ journal ─▶ written ─▶ log ─▶ the reader of now
 
-A tape takes tokens as an outlet does, and remembers them: `resume_journal.py` writes what came before a reader sees it,
-and a later connection reads from the place that its client names. Its size is that of the request's output, which
-`preparation.py` bounds. Sessions are kept by `resumption.py`.
+A tape takes tokens as an outlet does: `resume_journal.py` writes them before a reader sees them, and a later connection
+reads from its client's place. `preparation.py` bounds its size. Kept by `resumption.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ Outcome = Literal["done", "left", "dropped", "lost"]
 
 class Tape:
     def __init__(self, *, indexes: Sequence[int] = (), log: dict[int, Delta] | None = None) -> None:
-        """`indexes`: the choices that are put here by their place among these; () = all of them. `log`: by choice, what
-        an earlier gateway wrote."""
+        """`indexes`: choices of the places here; () = all. `log`: an earlier gateway's deltas by choice."""
         self.log: dict[int, Delta] = log or {}
         self.error: RequestError | None = None
         """Error of the stream, which the reader raises at its end."""
@@ -148,9 +146,8 @@ def resubmitted(
     gateway: InstanceId,
     arrival_s: float,
 ) -> list[Request]:
-    """Build requests that continue the choices `left` from their output. `arrival_s`: wall clock. Ids are new, as
-    attempts of the last gateway may still run; the tokens depend on seed and position alone. None is refused for a late
-    first token."""
+    """Build requests that continue the choices `left` from their output. `arrival_s`: wall clock. Ids are new, as old
+    attempts may still run; tokens depend on seed and position alone. No first token is late."""
     return [
         msgspec.structs.replace(
             requests[index],
@@ -165,7 +162,6 @@ def resubmitted(
 
 
 def ended_entry(now_s: float, request: Request, said: Delta | None) -> Entry:
-    """Return the entry of a complete choice."""
     return Entry(request, now_s, now_s, output=list(said.tokens) if said else [])
 
 

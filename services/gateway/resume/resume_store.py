@@ -3,11 +3,10 @@
     open ─▶ done ─▶ gone          open: some gateway (`holder`) generates, or was killed while it did
       └───────────────▲           gone: its time is over; only the digest of its token is left, for a 410
 
-A row is written when a request was admitted, its tokens before a client sees them. A gateway that takes an open stream
-becomes its holder; the one before it learns that with the next tokens that it appends, of which none is kept. Every
-change is one transaction in a write-ahead log; `synchronous=NORMAL` keeps what a killed process had written. Tokens of
-streams are kept as digests. Deleted content is overwritten. Belongs to the one thread of `resume_journal.py`; times are
-wall-clock seconds.
+A request's row is written on admission, its tokens before a client sees them. A gateway that takes an open stream
+becomes its holder; the former one learns that when an append is refused. Each change is a transaction in a write-ahead
+log; `synchronous=NORMAL` keeps a killed process's writes. Tokens of streams are digests. Deleted content is
+overwritten. Belongs to the thread of `resume_journal.py`; times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ CREATE INDEX said_by_token ON said (token);
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
-    """A request as any gateway can submit it again: its body and the headers that say how it is served, parsed anew for
-    its rendering, and the tokenised prompts with their seeds, which are taken as they are."""
+    """Request for any gateway to submit again: its body and headers, parsed anew, and its prompts and seeds, used as
+    they are."""
 
     chat: bool
     body: bytes
@@ -81,8 +80,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
-    """End of a stream: cached tokens by choice, and the error if it failed. For a response also when it was complete
-    (Unix time), and whether it was kept."""
+    """End of a stream: cached tokens by choice, any error; for a response its completion (Unix time) and whether it was
+    kept."""
 
     cached_tokens: list[int]
     message: str = ""
@@ -114,19 +113,14 @@ def encoded(deltas: Sequence[Delta]) -> bytes:
 
 
 class ResumeStore:
-    """One open database, for one thread at a time."""
-
     def __init__(self, path: Path) -> None:
-        """Open or create the database, mode 0600. Raises `ConfigError` for another version, `sqlite3.Error` or
-        `OSError` for one that cannot be used."""
+        """Open or create, mode 0600. Raises `ConfigError` for another version, `sqlite3.Error` or `OSError`."""
         private_folder(path.parent)
         # No `gives_back`: its bookkeeping would cost every token's write.
         self._db = opened(path, f"state.folder: {path}", VERSION, _SCHEMA, {1: ""}, overwrites=True)
 
     def close(self) -> None:
         self._db.close()
-
-    # -- By its holder ---------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -140,8 +134,7 @@ class ResumeStore:
         most_bytes: int,
         most_owner_bytes: int,
     ) -> bool:
-        """Add a stream. Return False if it exceeds the space of all streams or of its owner; `output_bytes` is the most
-        that its tokens will take."""
+        """Add a stream. Return False if it exceeds all streams' or its owner's space."""
         data = _encode(record)
         size = len(data) + output_bytes + ROW_BYTES
         with transaction(self._db):
@@ -159,8 +152,7 @@ class ResumeStore:
         return True
 
     def append(self, holder: str, said: Sequence[tuple[str, bytes]]) -> dict[str, bool]:
-        """Append encoded deltas to open streams of `holder`. Return the streams not written: True if another gateway
-        has it, False if it is gone."""
+        """Append deltas to the holder's open streams. Return those not written: True if moved, False if gone."""
         lost = {}
         with transaction(self._db):
             for token, data in said:
@@ -229,8 +221,6 @@ class ResumeStore:
                 "ORDER BY expires_s DESC LIMIT -1 OFFSET ?)",
                 (MOST_GONE,),
             )
-
-    # -- By whichever gateway is asked -----------------------------------------------------------------------------
 
     def take(
         self, token: str, owner: str, holder: str, *, now_s: float, expires_s: float

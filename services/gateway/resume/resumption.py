@@ -5,10 +5,9 @@
     GET /v1/streams/TOKEN ───────────┴─▶ the same session; where there is none: the request as it was written, its
                                          output so far, and what follows that
 
-Called by `generator.py` for requests whose client asks for it, and by aiohttp; how a stream is written says its API,
-and `resume_marks.py` adds the places. One connection reads a stream; a later one takes it over. What a client has seen
-was written before (`resume_journal.py`), so a gateway that goes on continues exactly behind it; what the disk refused
-comes again, unseen. A stream is charged to its key once, by the gateway that ends it.
+Called by `generator.py` for requests that ask for it, and by aiohttp. One connection reads a stream; a later one takes
+it over. What a client has seen was written before (`resume_journal.py`), so another gateway continues exactly after it;
+what the disk refused comes again, unseen. The gateway that ends a stream charges its key, once.
 """
 
 from __future__ import annotations
@@ -96,8 +95,6 @@ class Resumption:
             await asyncio.gather(*self._settling.values(), return_exceptions=True)
         await self._journal.close()
 
-    # -- The first connection --------------------------------------------------------------------------------------
-
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer as `Generator.serve`, with a stream that can be resumed."""
         session, writer = await self._accepted(endpoint, request)
@@ -169,8 +166,6 @@ class Resumption:
         else:
             session.tape.written(session.tape.take_unwritten())
 
-    # -- Readers ---------------------------------------------------------------------------------------------------
-
     async def _read(
         self, request: web.Request, session: Session, answering: Answering, writer: Writer
     ) -> web.StreamResponse:
@@ -220,8 +215,7 @@ class Resumption:
                 self._left(session, answering)
 
     def _another(self, session: Session, seen: Place | int) -> tuple[Answering, Writer]:
-        """Return an answer for another reader, from its place on; the reader before ends with an error. Raises a 400
-        `RequestError` without any change."""
+        """Return an answer for another reader; the old one fails. A 400 `RequestError` changes nothing."""
         old, tape = session.answering, session.tape
         answering = self._generator.unrendered(
             old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
@@ -237,8 +231,6 @@ class Resumption:
         tell(old, taken_over())
         tape.reader = answering.outlet
         return answering, writer
-
-    # -- The end ---------------------------------------------------------------------------------------------------
 
     def _end(self, session: Session, outcome: Outcome) -> None:
         """End a session on this gateway: stop its generation and release what it reserved."""
@@ -314,8 +306,6 @@ class Resumption:
                     await self._sweep()
                 except DISK_ERRORS as error:
                     self._journal.refused(error)
-
-    # -- Later connections -----------------------------------------------------------------------------------------
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/TOKEN with `Last-Event-ID`: what came behind that event, and what is still to come."""
@@ -431,8 +421,7 @@ class Resumption:
         return answering, writer
 
     def _go_on(self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str) -> Session:
-        """Submit again what has not ended, with the output so far. Raises as a new request does; the client may retry
-        then."""
+        """Submit what has not ended again, after its output. Raises as a new request does; the client may retry."""
         lease = self._lease_of(owner, asked.call.traffic_class)
         try:
             return self._offered(endpoint, asked, taken, token, owner, lease)

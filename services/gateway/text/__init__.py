@@ -1,4 +1,1 @@
-"""Text and tokens: tokenizer, detokenizer, chat templates and grammars, each in a process of its own.
-
-The room knows `common/` alone.
-"""
+"""Text and tokens: tokenizer, detokenizer, chat templates and grammars, each in a process of its own."""

@@ -2,11 +2,11 @@
 
     gateway ──frame: a question──▶ process ──frame: the answer, or a refusal──▶ gateway
 
-The kernel kills the process at its processor time (per question), its memory is limited (`RLIMIT_AS`), so is the
-answer's length, and it can neither write files nor see the gateway's environment (API keys). It starts with the first
-question (or `warm`) and anew after it was killed; it ends with the gateway, whose end closes its input.
+The kernel kills the process at its processor time (per question); memory (`RLIMIT_AS`) and the answer's length are
+limited, and it can neither write files nor see the gateway's environment (API keys). It starts with the first question
+(or `warm`), again after a kill, and ends with the gateway.
 
-Used by `template_process.py` and `grammar_process.py`: this module has both sides of the pipe, they have the work.
+Used by `template_process.py` and `grammar_process.py`, which have the work; both sides of the pipe are here.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Limits:
 
 
 class Ended(Exception):
-    """The process is gone; its exit status, negative for a signal, None when it gave no answer in time. `why`: in
-    words, with the limit."""
+    """End of the process: its exit status (negative for a signal; None: no answer in time), and why, with the limit."""
 
     def __init__(self, status: int | None) -> None:
         super().__init__(status)
@@ -103,8 +102,8 @@ class BoundedProcess:
                 raise ModelError(f"{self._broken}: {self._why(ended)}") from None
 
     def ask(self, question: bytes) -> tuple[bytes, bytes]:
-        """Return the answer; blocks. Raises `Ended` with its reason, `ModelError` if the process cannot start. After a
-        kill from outside the question is asked once more, as it need not be at fault."""
+        """Return the answer; blocks. Raises `Ended`, or `ModelError` if the process cannot start. After a kill from
+        outside the question is asked once more."""
         with self._lock:
             try:
                 try:
@@ -203,8 +202,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(begin: Callable[[Mapping[str, Any], int], Work]) -> int:
-    """Run the process from start to end. `begin` gets its parameters and the byte limit of an answer, and returns what
-    answers questions; its exception's text is sent as the reason why it cannot."""
+    """Run the process. `begin` gets its parameters and the answers' byte limit, and returns the work; its exception's
+    text is sent as the reason why it cannot."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the gateway's business; it closes our input
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     _, data = _receive(source)

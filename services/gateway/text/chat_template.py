@@ -1,7 +1,7 @@
 """The model's own chat template: messages to the prompt text the model was trained on.
 
-Renders exactly what transformers renders (a test compares), in jinja's sandbox, because templates come with the model
-and are not ours. Called by `tokenizer.py`. It never repairs messages: a template's refusal is the client's 400.
+Renders exactly as transformers does, in jinja's sandbox. Called by `tokenizer.py`. Messages are not repaired: a refusal
+is a 400.
 """
 
 from __future__ import annotations

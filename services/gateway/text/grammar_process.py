@@ -1,9 +1,8 @@
 """Compiles the grammars of requests before anything else is done for them, in a process of its own.
 
-A schema of a few kilobytes may ask for minutes of compilation or end in a stack overflow, and a client writes it. Here
-that ends a bounded process (`bounded_process.py`) and is answered with a 400 that names the field and what is wrong. A
-grammar that passes is one that workers can compile again, by the same library and the same limits
-(`common/grammar.py`). One that passed lately is not asked about again.
+A client's schema of a few kilobytes may take minutes to compile or overflow the stack. Here that ends a bounded process
+(`bounded_process.py`) and becomes a 400 that names the field. Workers compile a grammar that passes again, by the same
+library and limits (`common/grammar.py`). Recent ones are not asked about again.
 
 Called by `generator.py`; the process starts with the first grammar.
 """
@@ -45,8 +44,7 @@ _STACK_BYTES = 1 << 20
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Structure of an answer as the client wrote it, and the field (`param`) that it came from. `lark` is the gateway's
-    own."""
+    """Structure of an answer as the client wrote it, and its field (`param`). `lark` is the gateway's own."""
 
     kind: GrammarKind
     content: Any
@@ -54,8 +52,6 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class GrammarCompiler:
-    """One model's grammars."""
-
     def __init__(self, tokenizer: str, end_tokens: Sequence[int]) -> None:
         limits = Limits(bounds.BOUNDS.grammar_cpu_s, bounds.BOUNDS.grammar_memory_bytes, _START_CPU_S)
         about = {"tokenizer": tokenizer, "end_tokens": list(end_tokens)}

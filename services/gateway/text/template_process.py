@@ -1,13 +1,10 @@
 """A chat template in a process of its own: the model's folder decides what it does, the limits how much of it.
 
-Jinja's sandbox keeps a template from the interpreter, but not from looping for ever, nor from 'a' * 10**9, and neither
-is interruptible inside one process. In a bounded process (`bounded_process.py`) both end. Compilation is inside the
-same limits, because jinja computes constants while it compiles.
+Jinja's sandbox does not keep a template from looping for ever, nor from 'a' * 10**9; a bounded process
+(`bounded_process.py`) does. Compilation is inside the limits, because jinja computes constants then.
 
-Bounded: time, memory, output, and that the event loop never runs a line of a template. Not bounded: how long a chat
-waits behind others that are slow within the limits; so short chats have one process and long ones another.
-
-Called by `tokenizer.py`.
+Time, memory and output are bounded, and the event loop runs no line of a template. A chat may wait behind slow others:
+so short chats have one process and long ones another. Called by `tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ class TemplateLimits:
 
 
 class ChatRenderer:
-    """A model's chat template: one process for short chats, one for long ones, so that the former never wait for the
-    latter. Safe to use from threads."""
+    """Chat template in two processes, so that short chats never wait for long ones. Safe to use from threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: TemplateLimits) -> None:
         about = {"source": source, "special_tokens": dict(special_tokens)}
@@ -66,8 +62,7 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Return the rendered messages; blocks. Raises `RequestError`: the template's own refusal, or the limit that
-        was exceeded."""
+        """Return the rendered messages; blocks. Raises `RequestError` for a refusal or an exceeded limit."""
         data = _encoded(messages, add_generation_prompt, variables)
         return _rendered_by(self._process_for(data), data)
 

@@ -1,9 +1,8 @@
 """Text to token ids and back, equal to the model's transformers tokenizer, without importing torch.
 
-Reads tokenizer.json through the `tokenizers` library; a folder that has none falls back to transformers, which builds
-the same kind of object. Called by `generator.py` (prompts) and `choice.py` (answers). Long texts are encoded in a
-thread, so that the event loop of a busy gateway never waits for one prompt; chat templates run in processes of their
-own (`template_process.py`).
+Reads tokenizer.json through the `tokenizers` library, or lets transformers build the same kind of object. Called by
+`generator.py` (prompts) and `choice.py` (answers). Long texts are encoded in a thread, chat templates run in processes
+of their own (`template_process.py`): the event loop never waits for one prompt.
 
 Answers become text piece by piece, never cutting a character, by one detokenizer per stream. Three ways, chosen by the
 tokenizer's decoder:
@@ -85,16 +84,15 @@ class Tokenizer:
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def _longest(self) -> int:
-        """Return the characters of the longest token; 0 where a text's length bounds nothing: unknown characters may be
-        fused into one token, and added tokens may swallow the spaces beside them."""
+        """Return the longest token's characters; 0 where unknown characters may be fused into one token or added tokens
+        swallow spaces, so that a text's length bounds nothing."""
         greedy = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
         if self.decoder_state.get("type") != "ByteLevel" or greedy:
             return 0
         return max(map(len, self._backend.get_vocab()), default=0)
 
     def refuse_too_long(self, text: str, limit: int, param: str) -> None:
-        """Raise `PromptTooLong` before encoding a text that has more than `limit` tokens however it is cut: megabytes
-        of a prompt that cannot fit cost nothing."""
+        """Raise `PromptTooLong` for a text of more than `limit` tokens however it is cut, before encoding megabytes."""
         if self._longest_token and len(text) > limit * self._longest_token:
             raise PromptTooLong(
                 f"This model's maximum context length is {limit} tokens, but the prompt alone has at least "
@@ -103,8 +101,7 @@ class Tokenizer:
             )
 
     async def encode_soon(self, texts: Sequence[str], *, special_tokens: bool, limit: int) -> list[list[int]]:
-        """Encode texts, off the event loop when they are long together. Raises `RequestError` when one is hopelessly
-        long."""
+        """Encode texts, off the event loop if they are long. Raises `RequestError` when one is hopelessly long."""
         for text in texts:
             self.refuse_too_long(text, limit, "prompt")
 
@@ -121,8 +118,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Return the rendered messages; blocks. Raises `RequestError` when the model has no template or the template
-        refuses."""
+        """Return the rendered messages; blocks. Raises `RequestError` without a template or if it refuses."""
         return self._renderer().render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def _renderer(self) -> ChatRenderer:
@@ -175,8 +171,6 @@ def _from_json(model_dir: Path, config: Mapping[str, Any]) -> tuple[tokenizers.T
     missing = [text for text in dict.fromkeys(named.values()) if text not in known]
     if missing:
         backend.add_special_tokens(missing)
-    # add_bos_token and add_eos_token of tokenizer_config.json are void beside a tokenizer.json: what is put around a
-    # text is in there (the same rule as in transformers).
     return backend, named
 
 
@@ -212,9 +206,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     return data if isinstance(data, dict) else {}
-
-
-# -- Answers, piece by piece -------------------------------------------------------------------------------------------
 
 
 class Detokenizer(Protocol):
@@ -358,8 +349,7 @@ def _style_of(tokenizer: Tokenizer) -> tuple[str, bool]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from U+0100
-    on."""
+    """Return GPT-2's bytes by character: printable ones are themselves, the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -370,17 +360,12 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-# -- A conversation that is longer than the model's context, without its oldest turns
-# -------------------------------------
-
-
 async def latest_turns(
     messages: Messages, most_tokens: int, encode: Callable[[Messages], Awaitable[list[int]]]
 ) -> list[int]:
-    """Return the messages' tokens without the oldest turns, as few as bring them to `most_tokens`, found by bisection:
-    a handful of renderings. What precedes the first turn (instructions, tools) stays; a turn goes whole, from one user
-    message to the next, so that no result is left without its call. Raises `PromptTooLong` if the last turn alone is
-    too long."""
+    """Return the messages' tokens without the oldest turns, as few as bring them to `most_tokens`, found by bisection.
+    What precedes the first turn stays; a turn goes whole, from one user message to the next, so that no result lacks
+    its call. Raises `PromptTooLong` if the last turn alone is too long."""
     head = len(list(takewhile(lambda message: message["role"] == "system", messages)))
     turns = [index for index in range(head, len(messages)) if messages[index]["role"] == "user"] or [head]
     turns[0] = head

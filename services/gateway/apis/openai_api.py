@@ -1,7 +1,6 @@
 """POST /v1/completions and /v1/chat/completions: their answers, whole or as chunks.
 
-Called by aiohttp through `middleware.py`, and by `batch_runner.py` for the lines of a batch; `generator.py` does the
-rest.
+Called by aiohttp through `middleware.py` and, for lines of batches, by `batch_runner.py`; built on `generator.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """POST /v1/responses, and what was answered there: read again, deleted, gone on with.
 
-A body becomes a chat (`responses_api_bodies.py`), `generator.py` answers it, `responses_api_events.py` writes the
-response and `responses_api_kept.py` keeps it unless `store` is false: before its client knows it to be complete, so
-that it can go on. Called by aiohttp through `middleware.py`.
+A body becomes a chat (`responses_api_bodies.py`), `generator.py` answers it and `responses_api_events.py` writes the
+response. `responses_api_kept.py` keeps it before its client reads its end, unless `store` is false: a later request can
+go on from it. Called by aiohttp through `middleware.py`.
 """
 
 from __future__ import annotations

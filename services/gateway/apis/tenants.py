@@ -167,7 +167,7 @@ class Tenants:
 
     def lines(self, answer: AnswerLine) -> AnswerLine:
         """Wrap `answer` for lines of batches, within their key's best-effort limits. Raises `KeyLimited` too, and 401
-        if a key of the file is gone."""
+        for a line whose key of the file is no longer valid."""
 
         async def answered(data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
             key = self._keyring.of_owner(caller.owner)

@@ -2,8 +2,8 @@
 
     upload ─▶ chunks to disk ─▶ file row          create batch ─▶ batch row ─▶ runner          content ◀─ disk
 
-Called by aiohttp through `middleware.py`. Checks (`batch_objects.py`) and stores; `batch_runner.py` runs. Only its key
-sees a batch.
+Called by aiohttp through `middleware.py`. Checks (`batch_objects.py`) and stores; `batch_runner.py` runs batches. Files
+and batches are visible to the API key that made them alone.
 
 Differs from OpenAI: only files of purpose `batch` are taken; `completion_window` may be any number of minutes, hours or
 days ("30m", "24h", "7d"), not "24h" alone; an input file that batches still read cannot be deleted (409).

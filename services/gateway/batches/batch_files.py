@@ -54,7 +54,7 @@ class Leftovers:
 
 
 def folder_of(config: Config, instance: str) -> Path:
-    """Return the folder of a port's gateways: pipelines must not share one. Nodes have their own, even on one disk."""
+    """Return the folder of a port's gateways: pipelines must not share one, nor nodes, even on a shared disk."""
     own = "" if config.gateway.processes > 1 or instance == GATEWAY else f"-{instance}"
     return paths.state_dir(config.state.folder) / "batches" / f"{config.gateway.port}{own}"
 

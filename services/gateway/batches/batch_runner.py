@@ -141,7 +141,7 @@ class BatchRunner:
             job.cancelled.set()
 
     async def run(self) -> NoReturn:
-        """Run batches until cancelled; lines in work stay pending. One of several gateways runs all, then another."""
+        """Run batches until cancelled; lines in work stay pending. One gateway runs all; when it ends, another."""
         while not await asyncio.to_thread(self._folder.may_run):  # noqa: ASYNC110
             await asyncio.sleep(FOLLOW_S)
         await self._until_it_works("finding unfinished batches", self._find)
@@ -506,7 +506,8 @@ class OutputFiles:
     async def write(
         self, batch: StoredBatch, outcome: Outcome, *, succeeded: bool, now_s: float
     ) -> tuple[StoredFile | None, int]:
-        """Write the output (`succeeded`) or error file (None if empty); count lines not run. Raises `OSError`."""
+        """Write the output (`succeeded`) or error file; return it, None if empty, and its number of lines that never
+        ran. Raises `OSError`."""
         kind = "output" if succeeded else "error"
         file_id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
         unrun = 0

@@ -1,7 +1,6 @@
 """Whose turn it is: how many lines of batches may be in work, so that batches fill what online requests leave.
 
-Called by `batch_runner.py` before and after every line. A running line is never taken back here: workers' policies do
-that.
+Called by `batch_runner.py` around every line. A running line is never taken back: workers' policies do that.
 """
 
 from __future__ import annotations

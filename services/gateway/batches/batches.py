@@ -1,7 +1,6 @@
 """The gateway's batches as one thing: folder, database, runner and their HTTP routes.
 
-Opened by `service.py` before it listens. A database that cannot be used costs files and batches (503), never the
-gateway.
+Opened by `service.py` before it listens. An unusable database costs files and batches (503), not the gateway.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ class Outlet:
         self._something.set()
 
     async def run(self, answering: Answering, writer: Writer, sink: Sink, quiet_s: float | None = None) -> None:
-        """Answer until all choices have ended. Raises the `RequestError` with which a choice fails."""
+        """Answer until all choices have ended, calling `Writer.quiet` after every `quiet_s` without a delta. Raises the
+        `RequestError` with which a choice fails."""
         if self.at_once and answering.plain:
             self._answering, self._writer, self._sink = answering, writer, sink
         try:

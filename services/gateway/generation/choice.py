@@ -1,7 +1,6 @@
 """One choice of an answer: its tokens become text, with nothing of a stop string and no cut character.
 
-Joins detokeniser and stop strings, and keeps log-probabilities with their text. Called by `answering.py`, one per
-stream.
+Joins detokeniser and stop strings; scores stay with their text. Called by `answering.py`, one per stream.
 
 No part of a stop string is sent, and nothing is held back longer than needed. An Aho–Corasick automaton over a
 request's stop strings is built once (by `generator.py`) and shared by its choices. Its depth after a character is the

@@ -120,7 +120,8 @@ def tpot_s(entry: Entry) -> float | None:
 
 
 def slo_outcomes(slo: Slo, *, ttft_s: float | None, per_token_s: float | None, e2e_s: float | None) -> dict[str, bool]:
-    """Return whether each promised objective was met. Times that never came miss, but for TPOT with one token."""
+    """Return whether each promised objective was met. A time that never came (None) misses it, except TPOT in an answer
+    of one token."""
     outcomes: dict[str, bool] = {}
     if slo.ttft_s:
         outcomes["ttft"] = ttft_s is not None and ttft_s <= slo.ttft_s

@@ -164,7 +164,7 @@ class Generator:
 
     @asynccontextmanager
     async def arriving(self, request: web.Request) -> AsyncIterator[Body]:
-        """Read the body, in flight until the block ends. Raises a `RequestError`; the block's are counted too."""
+        """Read the body, in flight until the block ends. Raises a `RequestError`, and counts those of the block."""
         arrived_s, owner, http_id = self.host.clock.now_s(), request[OWNER], request[HTTP_ID]
         try:
             self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
@@ -188,7 +188,8 @@ class Generator:
         answering.reserved.release()
 
     async def begin(self, call: Call, body_bytes: int, caller: Caller, taker: Taker | None = None) -> Answering:
-        """Offer a call, tokenised; release the answer. `taker` replaces its outlet. Raises `RequestError`."""
+        """Tokenise a call and offer its requests; the answer must be released. Tokens go to `taker`, if given, in place
+        of the answer's outlet. Raises `RequestError`."""
         self.budget.check(call)
         clock, card = self.host.clock, self.served.card
         limited, sampling = call.max_tokens is not None, call.sampling
@@ -274,6 +275,7 @@ class Generator:
         reserved: Reservation,
     ) -> Answering:
         """Return the answer to a generation, with nothing rendered yet; `requests` come from `prepare`."""
+        # One per prompt, to which its choices refer.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)
         shape: Shape = self.chat if call.chat else self.completion

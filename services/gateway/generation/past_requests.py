@@ -1,7 +1,6 @@
 """The latest requests of this gateway, for people who look at the live page.
 
-`RequestStats` reports every end, at the cost of one record without tokens. `show.py` reads records only while a person
-looks.
+`RequestStats` reports every end, for one record each; `show.py` reads them only while a person looks.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Streams:
         self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
     def offer(self, offer: Offered, times: GatewayTimes, taker: Taker) -> Generation:
-        """Admit all of the offer's requests, to be abandoned in the end, or none: a 429 or 503 `RequestError`."""
+        """Admit all of the offer's requests or raise a 429 or 503 `RequestError`. Abandon the result in the end."""
         generation = Generation(times)
         self._decide(offer, (generation, taker))
         return generation
@@ -131,7 +131,7 @@ class Streams:
             self._timer.cancel()
 
     def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
-        """Perform effects, the others too if one has a defect. Return the messages that were not sent."""
+        """Perform effects, also after a defect in one of them, and return the messages that were not sent."""
         lost: list[Undelivered] = []
         for effect in effects:
             try:

@@ -23,7 +23,8 @@ _RETRY_OPEN_S = 1.0
 
 
 class KeyLimited(RequestError):
-    """Limit (429) of the key that asks. `again_s`: when a retry inside costs nothing; clients wait a second or more."""
+    """Refusal (429) by a limit of the key that asks. `again_s`: when to retry in this process, where that costs
+    nothing; clients are told a second or more."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, status=429, type_="rate_limit_error", retry_after_s=retry_after_s)

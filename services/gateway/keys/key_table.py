@@ -126,6 +126,7 @@ class KeyTable:
     def forget_dead(self, record: Record) -> bool:
         """Give back what dead gateways have in the record; return whether there was anything."""
         slots = [slot for slot in range(SLOTS) if record.open[slot] or record.reserved[slot]]
+        # Of every one, not up to the first.
         return any([record.forget(slot) for slot in slots if slot != self.slot and not self._alive(slot)])
 
     def _take_slot(self) -> None:

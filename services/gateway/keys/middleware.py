@@ -1,7 +1,6 @@
 """Around every handler: the request's id, foreign pages, API keys, and every error as JSON in its API's shape.
 
-Called by aiohttp for each HTTP request. No client sees a stack trace or plain text; a defect is logged and answered
-with a bare 500.
+Called by aiohttp for each HTTP request. Clients see no stack trace: a defect is logged and becomes a bare 500.
 """
 
 from __future__ import annotations

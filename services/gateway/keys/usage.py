@@ -1,7 +1,7 @@
 """What keys use, on its way to the database: added up here, written a moment later by a thread.
 
-`tenants.py` reports every request that ended or was refused. A database that fails costs figures, never a request:
-writes are retried.
+`tenants.py` reports every request's end or refusal. A database that fails costs figures, never a request: what could
+not be written is tried again with what came since.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A POST body and its headers to a typed `Call`, or a `RequestError` that names the parameter.
 
-Pure: called by each API before tokenising. Everything is honoured, tolerated (`bodies.py`) or refused with a clear 400,
-never a 500.
+Pure: called by each API before tokenising. A field is honoured, tolerated (`bodies.py`) or refused with a clear 400.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Reader:
         self.served = served
 
     async def read(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
-        """Parse a body, if long in a thread. Raises `RequestError`, also if its prompts cannot fit at all."""
+        """Parse a body, in a thread if it is long. Raises `RequestError`, also for prompts that can never fit."""
         self._refuse_hopeless(len(data), chat=chat)
         if len(data) <= PARSE_AT_ONCE_BYTES:
             return parse(data)

@@ -1,7 +1,7 @@
 """The prompt of a completion in its four shapes: a text, texts, token ids, lists of token ids.
 
-Called by `parsing.py`. Half a million ids decode in tens of milliseconds, without another thread; so a long field is
-decoded one prompt at a time, and a list with more ids than the model's context not at all. Pure.
+Called by `parsing.py`. Half a million ids decode in tens of milliseconds, in which no other thread runs; so a long
+field is decoded one prompt at a time, and a list with more ids than the model's context not at all. Pure.
 """
 
 from __future__ import annotations

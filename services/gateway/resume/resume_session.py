@@ -34,7 +34,7 @@ Outcome = Literal["done", "left", "dropped", "lost"]
 
 class Tape:
     def __init__(self, *, indexes: Sequence[int] = (), log: dict[int, Delta] | None = None) -> None:
-        """`indexes`: choices of the places here; () = all. `log`: an earlier gateway's deltas by choice."""
+        """`indexes`: choices by their place here; () = all. `log`: an earlier gateway's deltas by choice."""
         self.log: dict[int, Delta] = log or {}
         self.error: RequestError | None = None
         """Error of the stream, which the reader raises at its end."""
@@ -147,7 +147,7 @@ def resubmitted(
     arrival_s: float,
 ) -> list[Request]:
     """Build requests that continue the choices `left` from their output. `arrival_s`: wall clock. Ids are new, as old
-    attempts may still run; tokens depend on seed and position alone. No first token is late."""
+    attempts may still run; tokens depend on seed and position alone. A late first token is not refused."""
     return [
         msgspec.structs.replace(
             requests[index],

@@ -1,7 +1,6 @@
 """The model's own chat template: messages to the prompt text the model was trained on.
 
-Renders exactly as transformers does, in jinja's sandbox. Called by `tokenizer.py`. Messages are not repaired: a refusal
-is a 400.
+Renders as transformers does, in jinja's sandbox. Called by `tokenizer.py`. No message is repaired: a refusal is a 400.
 """
 
 from __future__ import annotations

@@ -171,6 +171,7 @@ def _from_json(model_dir: Path, config: Mapping[str, Any]) -> tuple[tokenizers.T
     missing = [text for text in dict.fromkeys(named.values()) if text not in known]
     if missing:
         backend.add_special_tokens(missing)
+    # As in transformers, a tokenizer.json overrides add_bos_token and add_eos_token of tokenizer_config.json.
     return backend, named
 
 

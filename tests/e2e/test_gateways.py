@@ -16,6 +16,7 @@ import aiohttp
 import openai
 import pytest
 
+from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.batches.batch_store import BatchStore
 from tests.e2e.equality.golden import kv_bytes
 from tests.e2e.pipeline import Pipeline
@@ -186,7 +187,7 @@ def job(client: openai.OpenAI) -> str:
 
 
 def results(pipeline: Pipeline, batch_id: str) -> dict[int, bytes]:
-    store = BatchStore(Path(pipeline.config.batch.folder) / "batches.sqlite")
+    store = BatchStore(folder_of(pipeline.config, GATEWAYS[0]) / "batches.sqlite")
     try:
         return dict(store.results(batch_id, succeeded=True, after=0, page_bytes=1 << 20))
     finally:

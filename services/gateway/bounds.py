@@ -34,7 +34,7 @@ class Bounds:
     upload_idle_s: float = 60.0  # with less than as many seconds' `upload_bytes_per_s`; beyond: 408
     upload_bytes_per_s: int = 1024
     upload_whole_s: float = 3600.0
-    # The disk refuses a batch's output for so long: it has failed; its results stay, and the next start writes them.
+    # Time after which a batch whose output the disk refuses has failed; the next start writes its results.
     output_s: float = 3600.0
     # Kept, oldest first out; and of resumable streams, beyond which one has no token: 100,000 of 2 KB.
     responses: int = 10_000

@@ -59,7 +59,7 @@ summary { cursor: pointer; padding: .4rem 0 }
 
 class ApiPages:
     def __init__(self, *, keys: bool, model: str) -> None:
-        """`keys`: whether a bearer token is asked for. `model`: its served name, for the examples."""
+        """`keys`: whether a bearer token is required. `model`: its served name, for the examples."""
         document = openapi(keys=keys, model=model)
         self._document = msgspec.json.encode(document)
         self._page = docs_page(document)

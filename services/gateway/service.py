@@ -281,7 +281,7 @@ class Gateway:
         )
 
     def _begin(self) -> None:
-        """Dial the peers and greet; from then on the machine's `Wake` effects say when time matters."""
+        """Connect to the peers and greet them; from then on the machine's `Wake` effects set the timer."""
         for manager, endpoint in self._context.manager_endpoints.items():
             self._context.bus.connect(manager, endpoint)
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))

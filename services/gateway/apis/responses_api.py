@@ -35,7 +35,7 @@ from cohort.services.gateway.requests.parsing import Call, check_model, decode
 
 RESPONSES_PATH = "/v1/responses"
 QUIET_S = 15.0
-"""A stream for which nothing came for so long is opened: proxies and clients give up silent connections."""
+"""Time without events until a stream is opened: proxies and clients give up silent connections."""
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(ResponsesBody)
 _items_decoder = msgspec.json.Decoder(list[InputItem])
@@ -220,7 +220,7 @@ class ResponsesApi:
 
 
 class _Events:
-    """One answer's. The end of its item comes with its last piece, before it is kept."""
+    """Events of one answer. The end of its item comes with its last piece, before it is kept."""
 
     at_once = True
 

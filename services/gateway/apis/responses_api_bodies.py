@@ -41,7 +41,7 @@ NAMES = (
 """Patterns for `error_shapes.renamed`."""
 LOGPROBS = "message.output_text.logprobs"
 _NOTHING_THERE = ("reasoning.encrypted_content",)
-"""Parts that may be asked for, of items that no answer here has."""
+"""Parts that may be requested, of items that no answer here has."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 

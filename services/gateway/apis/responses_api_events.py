@@ -87,7 +87,7 @@ class ResponseReasoning(msgspec.Struct, frozen=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer with what was asked of it."""
+    """Answer with the request's parameters."""
 
     id: str
     object: str = "response"

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class _Answered(msgspec.Struct):
-    """The part of a kept response that a conversation goes on with."""
+    """Part of a kept response that a conversation continues from."""
 
     output: list[InputItem]
 
@@ -46,7 +46,7 @@ _answered = msgspec.json.Decoder(_Answered)
 
 
 class KeptResponses:
-    """Usable while `opened` is; before and behind it, nothing is kept."""
+    """Kept responses, usable within `opened`; outside of it nothing is kept."""
 
     def __init__(self, config: Config, *, owner_share: float, clock: Clock) -> None:
         self.keeps = config.responses.storage_bytes > 0

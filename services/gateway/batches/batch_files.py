@@ -34,7 +34,7 @@ from cohort.common.errors import ConfigError
 
 PART = ".part"
 CLEAN_UP_S = 60.0
-"""The longest that a start waits for the start of another gateway."""
+"""Longest time that a start waits for the start of another gateway."""
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 _OURS = re.compile(r"file-[0-9a-f]{24}(-output|-error)?(?P<part>\.part)?")
 """Names that this module gives: ids as `batch_api.py` and `batch_runner.py` make them."""
@@ -42,7 +42,7 @@ _OURS = re.compile(r"file-[0-9a-f]{24}(-output|-error)?(?P<part>\.part)?")
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The unknown files that a start found in the folder, counted by what became of them."""
+    """Unknown files that a start found in the folder, counted by what became of them."""
 
     removed: int = 0
     lost: int = 0
@@ -66,7 +66,7 @@ class BatchFolder:
         """`shared`: among several gateways of this pipeline."""
         self.shared = shared
         self.alone = False
-        """No other gateway has it: as long as it is not shared, or since `open` until `admit_others`."""
+        """Whether no other gateway has the folder: unless it is shared, and from `open` until `admit_others`."""
         self.path = path
         self.database = self.path / "batches.sqlite"
         self._files = self.path / "files"
@@ -122,11 +122,9 @@ class BatchFolder:
             self.content(file_id).unlink(missing_ok=True)
 
     def clean_up(self, known: set[str], *, held_files: bool, sound: bool) -> Leftovers:
-        """Remove what a killed process left: half-written contents, and whole ones that no row names.
-
-        `held_files`: the database has known a file before. If not, it is another database than the one these contents
-        belong to (set aside, lost), and they are moved to `files.lost`. `sound`: all of the database was checked; where
-        it was not, whole contents stay."""
+        """Remove what a killed process left: half-written contents, and whole ones that no row names. `held_files`: the
+        database has known a file before; if not, it is another one than these contents', which go to `files.lost`.
+        `sound`: all of the database was checked; else whole contents stay."""
         removed = lost = kept = foreign = 0
         for entry in list(os.scandir(self._files)):
             ours = _OURS.fullmatch(entry.name)

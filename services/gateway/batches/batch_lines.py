@@ -78,7 +78,7 @@ class InputReader:
         max_line_bytes: int,
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`wanted` is asked now and then, in the thread that reads: reading ends when it says no."""
+        """`wanted` is called now and then, in the thread that reads: reading ends when it returns False."""
         self._wanted = wanted
         self._file = path.open("rb")
         self._endpoint = endpoint
@@ -90,7 +90,7 @@ class InputReader:
         self._done = False
         self.errors: list[LineError] = []
         self.model: str | None = None
-        """The model that the first line asks for."""
+        """Model of the first line."""
 
     def next(self) -> list[PendingLine]:
         """Return the next good lines; empty at the end of the file, or when there are too many errors to list."""

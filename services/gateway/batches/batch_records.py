@@ -73,7 +73,7 @@ class StoredBatch(msgspec.Struct, frozen=True):
 
 
 class PendingLine(msgspec.Struct, frozen=True):
-    """A line that has no result yet: where it stands in the input file, in bytes, without its line break."""
+    """Line without a result: its place in the input file, in bytes, without its line break."""
 
     number: int
     start: int

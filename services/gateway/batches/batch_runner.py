@@ -85,7 +85,7 @@ class BatchMetrics:
 
 @dataclass(slots=True)
 class _Job:
-    """A batch in work. `cancelled` ends its lines, so does `ends_at_s` of the monotonic clock."""
+    """Batch in work. `cancelled` ends its lines, as does `ends_at_s` of the monotonic clock."""
 
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     ends_at_s: float | None = None
@@ -404,7 +404,7 @@ class BatchRunner:
             await _busy_wait(wait_s)
 
     async def _finalize(self, batch: StoredBatch, job: _Job, outcome: Outcome | None = None) -> None:
-        """Write what there is, once: repeated after an interruption, it writes the same files again."""
+        """Write the results. Repeated after an interruption, it writes the same files again."""
         if job.writing_since_s is None:
             job.writing_since_s = self._clock.now_s()
         await self._store.run(lambda store: store.begin_finalizing(batch.id, self._clock.wall_s()))
@@ -482,7 +482,7 @@ async def _busy_wait(wait_s: float) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error; of a group that of the first: the same disk or the first one ended the others."""
+    """Return the reason of an error; of a group the first's, which the others share or follow from."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)

@@ -422,7 +422,7 @@ class BatchStore:
 
 
 class StoreThread(OnThread[BatchStore]):
-    """A `BatchStore` behind a thread of its own, so that no query or disk ever holds up the event loop."""
+    """`BatchStore` on a thread of its own, so that no query or disk ever holds up the event loop."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(lambda: BatchStore(path), "batch-store")

@@ -16,7 +16,7 @@ class Turns:
     so that concurrent batches advance alike."""
 
     def __init__(self, limit: int, busy_limit: int, online_waiting: Callable[[], int], changed: asyncio.Event) -> None:
-        """`changed` is set, also by others, when there may be a turn: say, no online request waits any more."""
+        """`changed` is set, also by others, when there may be a turn."""
         self._limit = limit
         self._busy_limit = min(limit, busy_limit)
         self._online_waiting = online_waiting
@@ -39,7 +39,7 @@ class Turns:
         self._changed.set()
 
     async def free(self, owner: str) -> None:
-        """Wait until no line of this owner waits for a limit of its key: its next one would only wait beside it."""
+        """Wait until no line of this owner waits for a limit of its key, which the next one would do too."""
         while self._limited[owner]:
             self._freed.clear()
             await self._freed.wait()

@@ -29,12 +29,9 @@ LONGEST_NAME = 255
 
 
 class UploadStream:
-    """The input of aiohttp's form reader, in place of the request's own stream: counts and hurries.
-
-    While less than `upload_bytes_per_s` arrives, the time that is spent waiting for the client adds up; at
-    `upload_idle_s` the upload ends with a `RequestError` 408. Time that the server takes to store what has arrived does
-    not count.
-    """
+    """Input of aiohttp's form reader, which counts and hurries: while less than `upload_bytes_per_s` arrives, the time
+    that is spent waiting for the client adds up; at `upload_idle_s` the upload ends with a `RequestError` 408. Time
+    that the server takes to store what has arrived does not count."""
 
     def __init__(self, stream: StreamReader) -> None:
         self._stream = stream

@@ -59,7 +59,7 @@ class Writer(Protocol):
 
     @property
     def at_once(self) -> bool:
-        """`plain` can be asked now."""
+        """Whether `plain` can be called now."""
 
     def plain(self, index: int, text: str) -> bytes:
         """Return the event of a piece that is text alone, for a choice that has begun."""
@@ -259,8 +259,8 @@ class Answering:
     """Callback for a choice that a stop string ended."""
     outlet: Outlet = field(default_factory=Outlet)
     singly: bool = False
-    """One step for each token, however many come at once: the steps are then those of every rendering, and an answer
-    that ends with its first call has no token behind it."""
+    """Whether there is a step for each token, however many come at once: steps are then those of every rendering, and
+    an answer that ends with its first call has no token after it."""
     readers: list[ToolReader] = field(default_factory=list)
     """Readers of tool calls, one per choice; empty where calls are not read."""
     begun: set[int] = field(default_factory=set)

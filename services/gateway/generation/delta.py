@@ -24,7 +24,7 @@ Kind = Literal["chunks", "responses", "messages"]
 
 @dataclass(slots=True)
 class Delta:
-    """Tokens, and perhaps the end, of one choice since its handler last looked."""
+    """Tokens of one choice, and perhaps its end, since its handler last read."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class GatewayTimes:
 
 @dataclass(slots=True)
 class Generation:
-    """All choices of one HTTP request. Without entries until it is admitted."""
+    """Choices of one HTTP request; no entries until it is admitted."""
 
     times: GatewayTimes
     entries: list[Entry] = field(default_factory=list)

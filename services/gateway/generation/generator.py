@@ -74,9 +74,9 @@ class Asked(ABC):
 
     call: Call
     completed_at: int = 0
-    """Unix time, of an answer that says it."""
+    """Unix time of the end, for answers that state it."""
     kept: bool | None = False
-    """The whole answer was kept beside; None: whether it is shows at its end."""
+    """Whether the answer was kept for later; None until its end."""
 
     @abstractmethod
     def writer(self, answering: Answering) -> Writer:
@@ -87,7 +87,7 @@ class Asked(ABC):
         """Return the whole answer as JSON. Raises the `RequestError` that it failed with."""
 
     def beside(self) -> bytes:
-        """Return what `Endpoint.read` needs besides the body to read the same request again."""
+        """Return what `Endpoint.read` needs to read the same request again, besides its body."""
         return b""
 
 

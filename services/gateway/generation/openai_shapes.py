@@ -68,7 +68,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptPlace(msgspec.Struct, frozen=True):
-    """A token at one place of a prompt. `rank`: among all tokens there, from 1 on; null beyond those asked for."""
+    """Token at one place of a prompt. `rank`: among all tokens there, from 1 on; null beyond those asked for."""
 
     logprob: float
     rank: int | None

@@ -26,7 +26,7 @@ _OPEN: dict[State, RequestState] = {
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """An ended request. `life` as it is shown; its ages count from `ended_at_s` (the gateway's clock)."""
+    """Ended request. Ages in `life` count from `ended_at_s` (the gateway's clock)."""
 
     life: RequestLife
     ended_at_s: float

@@ -53,7 +53,7 @@ def prepare(
 ) -> list[Request]:
     """Build the requests in the order of their choices: all of the first prompt, all of the second, …
 
-    `seed`: the client's, or a random one. `max_tokens_of`: as `output_limits` says, one for each prompt.
+    `seed`: the client's, or a random one. `max_tokens_of`: from `output_limits`, one for each prompt.
     """
     stop_ids = set(call.stop_token_ids)
     if not call.ignore_eos:
@@ -171,7 +171,7 @@ class Reservation:
 
 class RequestBudget:
     def __init__(self, config: GatewayConfig, longest_token: int) -> None:
-        """`longest_token`: characters a token has at most; 0 = a text's length says nothing about its tokens."""
+        """`longest_token`: characters that a token has at most; 0 = a text's length does not bound its tokens."""
         self._config = config
         self._most = config.own_open_work
         self._longest_token = longest_token

@@ -59,7 +59,7 @@ class Streams:
         metrics: RequestMetrics,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
-        """`hosted` is told events: `machine` itself, or a recorder around it. `send` may raise `PeerUnreachable`."""
+        """`hosted` gets the events: `machine` itself, or a recorder around it. `send` may raise `PeerUnreachable`."""
         self.ledger = machine.ledger
         self._machine = machine
         self._hosted = hosted

@@ -31,10 +31,8 @@ def named(name: str, event: msgspec.Struct) -> bytes:
 
 
 class Outbox:
-    """Events of many streams, sent together once the messages that brought them are handled; one per gateway.
-
-    A stream that was brought several tokens by then, as when this process is behind, is sent them as one write.
-    """
+    """Events of many streams, sent together once the messages that brought them are handled; one per gateway. Several
+    tokens of a stream are one write."""
 
     def __init__(self) -> None:
         self._streams: list[EventStream] = []
@@ -66,7 +64,7 @@ class EventStream:
         self._write_timeout_s = write_timeout_s
         self._log = log
         self.keeps_up = False
-        """The stream is open, and its client takes what it is sent: `soon` may be asked."""
+        """Whether the stream is open and its client reads: `soon` may be called."""
         self._chunked = False
         self._soon: list[bytes] = []
         """Events that leave with the outbox, before any other."""

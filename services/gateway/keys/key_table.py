@@ -62,8 +62,6 @@ class Record:
 
 
 class KeyTable:
-    """One gateway's view, from `open` to `close`."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = -1
@@ -71,7 +69,6 @@ class KeyTable:
         """Descriptors; the own one is locked."""
         self._places: dict[bytes, int] = {}
         self._known = 0
-        """Records that were looked at for `_places`."""
         self.slot = -1
 
     def open(self) -> None:

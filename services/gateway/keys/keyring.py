@@ -22,7 +22,7 @@ from cohort.common.keys.key_file import SALT_BYTES, hash_key, matching, read_key
 from cohort.common.types import TrafficClass
 
 RELOAD_S = 1.0
-"""Interval between two looks at the file: a revoked key works for so much longer at most."""
+"""Interval between two looks at the file, for which a revoked key may still work."""
 _Stamp = tuple[int, int, int]
 _CONFIGURED = "config"
 FILED = "key-"

@@ -24,10 +24,10 @@ HTTP_ID = web.RequestKey("http_id", str)
 OWNER = web.RequestKey("owner", str)
 """Owner whose files and batches a request sees: that of its API key (`Key.owner`); "" where no keys are required."""
 KEY = web.RequestKey("key", Key)
-"""The API key of a request; only where keys are asked for."""
+"""API key of a request, where keys are required."""
 MAX_ID_CHARACTERS = 256
 _BESIDE_V1 = frozenset(("/tokenize", "/detokenize"))
-"""Paths that need a key although vLLM's clients look for them outside of /v1."""
+"""Paths outside of /v1 that need a key: vLLM's clients look for them there."""
 
 _encode = msgspec.json.Encoder().encode
 

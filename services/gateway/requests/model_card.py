@@ -71,7 +71,7 @@ class ModelCard:
 
     @property
     def listed(self) -> str:
-        """The names there are, for messages."""
+        """Names that exist, for messages."""
         names = [f"`{name}`" for name in (self.name, *self.adapters)]
         return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 

@@ -95,7 +95,7 @@ class Call:
     adapter: str = ""
     """The LoRA adapter that it names as its model."""
     truncates: bool = False
-    """A chat without its oldest turns rather than a 400, where it is longer than the context."""
+    """Whether a chat beyond the context loses its oldest turns instead of being refused (400)."""
 
     @property
     def scores_echo(self) -> bool:

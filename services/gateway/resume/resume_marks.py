@@ -167,7 +167,7 @@ class NumberedWriter:
 
 
 class BehindPlace(Outlet):
-    """Hands on what is behind a client's place; what is put before it is rendered, to nowhere."""
+    """Filter that renders what precedes a client's place without sending it, and passes on the rest."""
 
     def __init__(self, answering: Answering, place: Place) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ _TOKEN_BYTES = 6
 """Size of a generated token in the database, at most; `_SCORE_BYTES` is that of a log-probability."""
 _SCORE_BYTES = 16
 Outcome = Literal["done", "left", "dropped", "lost"]
-"""Complete or failed for good; to be continued by the gateway that is asked next; wanted no more; another gateway's."""
+"""End of a session: complete or failed; left to the next gateway; unwanted; taken by another gateway."""
 
 
 class Tape:

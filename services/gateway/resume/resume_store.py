@@ -67,7 +67,6 @@ class StreamRecord(msgspec.Struct, frozen=True):
     model: str
     kind: Kind = "chunks"
     beside: bytes = b""
-    """Bytes that its API keeps besides the body."""
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +95,7 @@ class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A stream that its client asked for again. `charged`: what was said so far is on its key's account already."""
+    """Stream that its client asked for again. `charged`: its key has paid for the output so far."""
 
     record: StreamRecord
     said: dict[int, Delta]
@@ -181,7 +180,7 @@ class ResumeStore:
         return not self._elsewhere(token, holder)
 
     def leave(self, token: str, holder: str, expires_s: float) -> bool:
-        """Leave a stream open to the next gateway that is asked for it. Its output so far is charged."""
+        """Leave a stream open to the next gateway that is asked. Its output so far is charged."""
         left = self._db.execute(
             "UPDATE streams SET holder = '', charged = 1, expires_s = ? "
             "WHERE token = ? AND holder = ? AND state = 'open'",

@@ -308,7 +308,7 @@ class Resumption:
                     self._journal.refused(error)
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/streams/TOKEN with `Last-Event-ID`: what came behind that event, and what is still to come."""
+        """Answer GET /v1/streams/TOKEN with `Last-Event-ID`: what followed that event, and what is still to come."""
         token, owner = request.match_info["id"], request[OWNER]
         digest, seen = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
         lock = self._taking.setdefault(digest, asyncio.Lock())
@@ -356,7 +356,7 @@ class Resumption:
         return endpoint, asked
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """DELETE /v1/streams/TOKEN: nothing more of it is wanted."""
+        """Answer DELETE /v1/streams/TOKEN: end the stream."""
         digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
         session = self._sessions.get(digest)
         if session is not None and session.owner == owner:
@@ -421,7 +421,7 @@ class Resumption:
         return answering, writer
 
     def _go_on(self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str) -> Session:
-        """Submit what has not ended again, after its output. Raises as a new request does; the client may retry."""
+        """Submit again what has not ended, after its output. Raises as a new request does; the client may retry."""
         lease = self._lease_of(owner, asked.call.traffic_class)
         try:
             return self._offered(endpoint, asked, taken, token, owner, lease)

@@ -42,7 +42,7 @@ _START_S = 5.0
 _OUTPUT_SHARE = 8
 """An answer may have 1/8 of the memory in bytes: it exists several times while it is made and sent."""
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
-"""Ends that no limit of ours brings about: by hand, or the system ran out of memory."""
+"""Signals that no limit of ours sends: somebody else does, or the system ran out of memory."""
 _KEPT_ENVIRONMENT = ("PATH", "LANG", "TZ", "TZDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 Work = Callable[[bytes], tuple[bytes, bytes]]
@@ -72,10 +72,10 @@ class Ended(Exception):
 
 
 class BoundedProcess:
-    """One question at a time; the process is started when it is wanted and not there. Safe to use from threads."""
+    """Process for one question at a time, started on demand. Safe to use from threads."""
 
     def __init__(self, module: str, about: Mapping[str, Any], limits: Limits, broken: str) -> None:
-        """`module` is run with `serve`, and told `about`; `broken`: what it means when it cannot begin."""
+        """`module` runs `serve` with the parameters `about`; `broken`: the error's text when it cannot start."""
         self._module = module
         self._broken = broken
         self._limits = limits

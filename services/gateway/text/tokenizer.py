@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token; 0 where the length of a text says nothing certain about its tokens."""
+        """Characters of the longest token; 0 where the length of a text does not bound its tokens."""
         return self._longest_token
 
     @property
@@ -283,7 +283,7 @@ class _ByteDetokenizer:
         self._strip = strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = False
-        """The decoder may hold a part of a character."""
+        """Whether the decoder may hold a part of a character."""
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skipped:

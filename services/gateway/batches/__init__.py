@@ -1,1 +1,4 @@
-"""Uploaded files and batch jobs: the store, the runner, the endpoints. An API answers their lines."""
+"""Uploaded files and batch jobs: the store, the runner, the endpoints.
+
+The room knows `generation/` and everything below; the APIs answer its lines through a protocol.
+"""

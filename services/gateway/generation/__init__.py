@@ -1,1 +1,4 @@
-"""From a parsed request to its last token: preparation, the machine's host, answers, timing. Knows no API."""
+"""A request from its parsed form to its last token: preparation, the machine's host, answers, timing.
+
+The room knows `text/`, `http/`, `requests/` and `keys/`; not which API asked.
+"""

@@ -1,1 +1,4 @@
-"""API keys: who asks, what a key may use, what it has used. Above `http/`, below `generation/`."""
+"""API keys: who asks, what a key may use, what it has used.
+
+The room knows `http/`; requests and their answers are not its business.
+"""

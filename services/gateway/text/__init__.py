@@ -1,1 +1,4 @@
-"""Text and tokens: tokenizer, detokenizer, chat templates and grammars, each in a process of its own."""
+"""Text and tokens: tokenizer, detokenizer, chat templates and grammars, each in a process of its own.
+
+The room knows `common/` alone.
+"""

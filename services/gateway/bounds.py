@@ -16,8 +16,8 @@ class Bounds:
     tools: int = 128
     messages: int = 4096
     metadata_keys: int = 64  # taken and left unread
-    nesting: int = 32  # lists and objects within each other; decoders allow more
-    logit_biases: int = 1024  # an array of each is kept; OpenAI's is 300
+    nesting: int = 32  # lists and objects within each other
+    logit_biases: int = 1024  # an array of each is kept
     stop_length: int = 256  # characters of one stop string, which may be held back from a stream
     stop_characters: int = 1024  # of all, one automaton
     # As JSON, of what binds an answer: one schema, regular expression or grammar, or the tools of a chat.

@@ -141,7 +141,7 @@ def named_host(host: str) -> str:
 
 
 def own_host(config: Config) -> str:
-    """Under which others reach this process; "" where neither `endpoints.host` nor the variable COHORT_HOST says it."""
+    """Return the host under which others reach this process: `endpoints.host`, else $COHORT_HOST, else ""."""
     return config.endpoints.host or os.environ.get(HOST_VARIABLE, "")
 
 

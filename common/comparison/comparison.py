@@ -156,7 +156,7 @@ def _named(what: str, names: Sequence[str], known: Mapping[str, Any]) -> Iterabl
 
 
 def configuration(cell: Cell) -> Config:
-    """Load and check the configuration of a cell. Raises `ConfigError`."""
+    """Load the configuration of a cell and check its settings. Raises `ConfigError`."""
     config = load_config([], preset=cell.compared.preset, overrides=nested(cell.options, cell.label) or None)
     settings.check(config)
     return config

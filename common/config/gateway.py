@@ -84,8 +84,8 @@ class KeysConfig(Section, frozen=True):
 
 
 class StateConfig(Section, frozen=True):
-    """What outlives a process: files, batches and kept responses, resumable streams, usage of keys, what was learned of
-    output lengths and step times. Pipelines of one machine may share the folder."""
+    """Folder of what outlives a process: files, batches and kept responses, resumable streams, usage of keys, what was
+    learned of output lengths and step times. Pipelines of one machine may share the folder."""
 
     folder: str = ""  # batches, streams, usage of keys, what was learned: back it up; "" = the cache folder
     retention_s: Seconds = 2_592_000.0  # files, ended batches and kept responses are deleted after so long

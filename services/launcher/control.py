@@ -96,7 +96,7 @@ def running(files: RunFiles, port: int, number: signal.Signals | None = None) ->
 
 
 def stop(files: RunFiles, port: int) -> int:
-    """Drain and end the pipeline; kill it when it does not end in its own time."""
+    """Drain the pipeline, then end it; kill it when it does not end in its own time."""
     if (state := running(files, port, signal.SIGTERM)) is None:
         return EXIT_NOT_RUNNING
     longest = f"up to {state.stop_timeout_s:.0f} s if requests are running"

@@ -87,7 +87,7 @@ class Supervisor:
         self._rolling.request(self._files.wanted_restart())
 
     def request_stop(self) -> None:
-        """Drain and end at the first call; kill at the second."""
+        """Drain at the first call, then end; kill at the second."""
         if self._stopping.is_set():
             self._kill_now.set()
         self._stopping.set()

@@ -264,7 +264,7 @@ class TransferAgent:
         return small and blocks < _SCATTERED_BLOCKS * runs
 
     async def _prepare(self, messages: Sequence[Message]) -> list[int]:
-        """Gather and sum everything, with one wait."""
+        """Gather everything, then sum it, with one wait."""
         gathered = any(message.slot is not None or self._memory.in_parts(message) for message in messages)
         if not self._checksums and not gathered:
             return []

@@ -26,6 +26,7 @@ import msgspec
 
 from cohort.common.config.gateway import KeyLimits
 from cohort.common.errors import ConfigError
+from cohort.common.keys.private_files import write_private
 from cohort.common.types import TrafficClass
 
 VERSION = 1
@@ -189,16 +190,8 @@ def editing(path: Path) -> Iterator[list[KeyFile]]:
 
 def _write(path: Path, file: KeyFile) -> None:
     data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        try:
-            with open(part, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file_:
-                file_.write(data)
-                file_.flush()
-                os.fsync(file_.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_private(path, data)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)  # a revoked key stays revoked, whatever happens to the machine now

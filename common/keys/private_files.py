@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -53,10 +54,11 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write as a whole: a reader of `path` sees the old file or the new one. Raises `OSError`."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write as a whole: a reader of `path` sees the old file or the new one. The part is made under a name that nobody
+    can guess, and must be new: in a shared folder nobody else's file is written. Raises `OSError`."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with open_private(part, "wb") as file:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -47,10 +47,10 @@ class TokenHistory:
         self._seen_ids = set(self._seen.tolist())
         self._seen_count = len(self._seen)
         self._slots: dict[int, int] = {}
-        self._said: Ids = np.zeros(16, dtype=np.int64)
+        self._output_ids: Ids = np.zeros(16, dtype=np.int64)
         self._counts: Ids = np.zeros(16, dtype=np.int64)
         self._tokens = 0
-        self.catch_up(output_tokens)
+        self.extend(output_tokens)
 
     @property
     def output_tokens(self) -> int:
@@ -63,40 +63,40 @@ class TokenHistory:
         return self._seen[: self._seen_count]
 
     @property
-    def said(self) -> tuple[Ids, Ids]:
+    def output_counts(self) -> tuple[Ids, Ids]:
         """Distinct tokens of the output, and the count of each."""
         count = len(self._slots)
-        return self._said[:count], self._counts[:count]
+        return self._output_ids[:count], self._counts[:count]
 
     def seen_with(self, ahead: Sequence[int]) -> Ids:
         """Return `seen` as it will be after the tokens `ahead`."""
         new = [token for token in dict.fromkeys(ahead) if token not in self._seen_ids]
         return np.concatenate([self.seen, np.array(new, dtype=np.int64)]) if new else self.seen
 
-    def said_with(self, ahead: Sequence[int]) -> tuple[Ids, Ids]:
-        """Return `said` as it will be after the tokens `ahead`."""
+    def output_counts_with(self, ahead: Sequence[int]) -> tuple[Ids, Ids]:
+        """Return `output_counts` as it will be after the tokens `ahead`."""
         if not ahead:
-            return self.said
-        counts, new = self.said[1].copy(), dict[int, int]()
+            return self.output_counts
+        counts, new = self.output_counts[1].copy(), dict[int, int]()
         for token in ahead:
             if (slot := self._slots.get(token)) is None:
                 new[token] = new.get(token, 0) + 1
             else:
                 counts[slot] += 1
         if not new:
-            return self.said[0], counts
+            return self.output_counts[0], counts
         ids, numbers = (np.array(list(each), dtype=np.int64) for each in (new.keys(), new.values()))
-        return np.concatenate([self.said[0], ids]), np.concatenate([counts, numbers])
+        return np.concatenate([self.output_counts[0], ids]), np.concatenate([counts, numbers])
 
-    def catch_up(self, new_tokens: Sequence[int]) -> None:
+    def extend(self, new_tokens: Sequence[int]) -> None:
         """Count the next tokens of the output."""
         for token in new_tokens:
             slot = self._slots.get(token)
             if slot is None:
                 slot = self._slots[token] = len(self._slots)
-                if slot == len(self._said):
-                    self._said, self._counts = _doubled(self._said), _doubled(self._counts)
-                self._said[slot] = token
+                if slot == len(self._output_ids):
+                    self._output_ids, self._counts = _doubled(self._output_ids), _doubled(self._counts)
+                self._output_ids[slot] = token
                 if token not in self._seen_ids:
                     self._seen_ids.add(token)
                     if self._seen_count == len(self._seen):

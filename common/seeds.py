@@ -158,7 +158,7 @@ async def _resolved(seeds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 @contextlib.asynccontextmanager
-async def seek(config: Config, role: str, run_dir: Path, bus: ZmqBus) -> AsyncIterator[Config]:
+async def discover(config: Config, role: str, run_dir: Path, bus: ZmqBus) -> AsyncIterator[Config]:
     """Yield a configuration with the addresses of all that this process dials, and update the run folder's address book
     inside the block. `bus`: its inbox. Raises `ConfigError` if no seed has them within `SEEK_S`."""
     if not config.endpoints.seeds:
@@ -166,7 +166,7 @@ async def seek(config: Config, role: str, run_dir: Path, bus: ZmqBus) -> AsyncIt
         return
     keys = load_keys(config.security.curve_secret_key_file)
     incarnation = time.time_ns() // 1_000_000
-    seeker = _Seeker(config, role, run_dir, keys, bus, incarnation)
+    seeker = _Discovery(config, role, run_dir, keys, bus, incarnation)
     seeking = asyncio.create_task(seeker.run(), name="seeds")
     try:
         await seeker.found(seeking)
@@ -176,7 +176,7 @@ async def seek(config: Config, role: str, run_dir: Path, bus: ZmqBus) -> AsyncIt
         await asyncio.gather(seeking, return_exceptions=True)
 
 
-class _Seeker:
+class _Discovery:
     """One process's search. `run` does it, until cancelled; `found` waits for what is needed to start."""
 
     def __init__(
@@ -211,12 +211,12 @@ class _Seeker:
         async with asyncio.TaskGroup() as tasks:
             if self._answers:
                 tasks.create_task(self._answer(), name="seed")
-            tasks.create_task(self._ask(), name="seek")
+            tasks.create_task(self._query_seeds(), name="seek")
             self._learned([])
 
-    async def _ask(self) -> None:
+    async def _query_seeds(self) -> None:
         bus = ZmqBus(self._instance, curve=self._keys)
-        hears = asyncio.create_task(self._hear(bus), name="seek-hear")
+        hears = asyncio.create_task(self._receive(bus), name="seek-hear")
         dialled = set[str]()
         try:
             while True:
@@ -238,7 +238,7 @@ class _Seeker:
             await asyncio.gather(hears, return_exceptions=True)
             await bus.close()
 
-    async def _hear(self, bus: ZmqBus) -> None:
+    async def _receive(self, bus: ZmqBus) -> None:
         while True:
             _, message = await bus.receive()
             if isinstance(message, Addresses):
@@ -247,7 +247,7 @@ class _Seeker:
     def _learned(self, addresses: Iterable[Address]) -> None:
         if self._known.merge(addresses):
             log.info("addresses", **{each.name.replace("-", "_"): each.endpoint for each in self._known.all()})
-            self._tell()
+            self._notify_askers()
         if self._known.lacks(self._wanted):
             return
         write_book(self._run_dir, self._known.book)
@@ -280,7 +280,7 @@ class _Seeker:
             self._answering = None
             await bus.close()
 
-    def _tell(self) -> None:
+    def _notify_askers(self) -> None:
         """Send all addresses to every process that asked lately."""
         bus, now_s = self._answering, asyncio.get_running_loop().time()
         if bus is None:

@@ -192,7 +192,7 @@ class OnThread(Generic[S]):
         """Run `work` on the store. Calls run one after the other, in order."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._in_thread, work)
 
-    def tell(self, work: Callable[[S], object]) -> None:
+    def run_detached(self, work: Callable[[S], object]) -> None:
         """Run `work` without waiting: also where a task ends and cannot wait any more."""
         self._executor.submit(self._in_thread, work)
 

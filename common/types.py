@@ -220,7 +220,7 @@ class KvGeometry:
         return len(self.groups) or 1
 
     @property
-    def gives_back(self) -> bool:
+    def frees_behind_window(self) -> bool:
         """Whether a running sequence frees blocks behind a window."""
         return self.window > 0 or any(self.groups)
 
@@ -250,7 +250,7 @@ class KvGeometry:
         """Return the number of blocks that hold `tokens` positions in all layers."""
         return -(-tokens // self.block_size) * self.num_groups
 
-    def behind(self, computed: int, window: int) -> int:
+    def blocks_before_window(self, computed: int, window: int) -> int:
         """Return the number of leading blocks, in the table of a group with this window, that no token after `computed`
         positions sees. It changes only where a block becomes full."""
         if not window:
@@ -260,8 +260,8 @@ class KvGeometry:
     def blocks_behind(self, computed: int) -> int:
         """Return the number of blocks behind the windows of all tables."""
         if not self.groups:
-            return self.behind(computed, self.window)
-        return sum([self.behind(computed, window) for window in self.groups])
+            return self.blocks_before_window(computed, self.window)
+        return sum([self.blocks_before_window(computed, window) for window in self.groups])
 
     def blocks_held(self, tokens: int) -> int:
         """Return the number of blocks of a sequence with `tokens` computed positions, less those behind a window."""
@@ -279,7 +279,7 @@ class KvGeometry:
     def growth(self, computed: int, prefill: int, decode: int) -> int:
         """Return the positions, as in `most_held`, for which a sequence with `computed` needs more blocks at the worst
         moment to come: it takes those of its prompt at once, and frees what lies behind a window."""
-        if not self.gives_back:
+        if not self.frees_behind_window:
             return prefill + decode
         return max(prefill, self.most_held(computed + prefill + decode) - self.most_held(computed))
 

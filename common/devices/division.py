@@ -49,7 +49,7 @@ def used_gpus(config: Config, visible: int) -> int:
     return max(1, min(config.engine.gpus or visible, visible))
 
 
-def settle(config: Config, visible: int) -> Config:
+def resolve_division(config: Config, visible: int) -> Config:
     """Return the configuration with numbers for its workers and their share of a GPU, the same for every process."""
     division = divide(config, visible)
     engine = config.engine

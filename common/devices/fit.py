@@ -29,7 +29,7 @@ from cohort.common.engine.config.model_config import (
 )
 from cohort.common.engine.config.model_shape import model_shape
 from cohort.common.engine.config.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
-from cohort.common.engine.config.rank_shares import RankShare, exchange_bytes, hindrance
+from cohort.common.engine.config.rank_shares import RankShare, exchange_bytes, why_not_divisible
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
 from cohort.common.policies.cost_model import ModelShape
@@ -79,7 +79,7 @@ class Need:
         return self.weights + self.steps + self.graphs + self.cache
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         parts = [f"{_gib(self.weights)} for weights"]
         parts += [f"{_gib(self.cache)} for {self.kv_tokens:,} tokens of KV"] if self.cache else []
         parts += [f"{_gib(self.steps)} for steps"] if self.steps else []
@@ -115,7 +115,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
         tokens,
         fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),
         codes=_in_codes(weights, geometry, degree) if plain else (),
-        degrees=tuple(n for n in _DEGREES if not hindrance(geometry, n)),
+        degrees=tuple(n for n in _DEGREES if not why_not_divisible(geometry, n)),
         whole_cache=geometry.latent is not None,
     )
 
@@ -178,7 +178,7 @@ def check_host_fit(config: Config, model: str, wanted: Need, memory_bytes: int, 
     remedies.append(f"{math.ceil(total / _GIB)} GiB of memory that are free")
     each = f" each of its {workers} workers" if workers > 1 else ""
     raise ConfigError(
-        f"model.path: {model} does not fit this host:{each} needs {wanted.told}, "
+        f"model.path: {model} does not fit this host:{each} needs {wanted.summary}, "
         f"{_gib(memory_bytes)} are available: {_gib(total - memory_bytes)} too much; {', or '.join(remedies)} would fit"
     )
 
@@ -211,7 +211,7 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
     remedies.append(f"a GPU of {least} GiB or more")
     shared = f", shared by {sharers}" if sharers > 1 else ""
     raise ConfigError(
-        f"model.path: {model} does not fit {gpu}: a worker needs {wanted.told}, its share is {_gib(has)} of "
+        f"model.path: {model} does not fit {gpu}: a worker needs {wanted.summary}, its share is {_gib(has)} of "
         f"{_gib(memory_bytes)}{shared}: {_gib(wanted.total - has)} too much; {', or '.join(remedies)} would fit"
     )
 

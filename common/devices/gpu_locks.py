@@ -61,7 +61,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ShareRequest:
     """Wanted share of a GPU that `sharers` workers share. `role`: the worker's; or the planned ones of its pipeline's
     workers, of which it takes one that no living one has. `most_gpus`: the number of GPUs that the pipeline's workers
     may use; 0 = all."""
@@ -78,7 +78,7 @@ class DeviceClaims:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
 
-    def take(self, gpus: Sequence[ClaimableGpu], wish: Wish) -> Held | None:
+    def take(self, gpus: Sequence[ClaimableGpu], wish: ShareRequest) -> Held | None:
         """Claim a share of one of `gpus`; None if none is free. Waits only for other workers' calls."""
         with (self._folder / "claims.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -107,7 +107,7 @@ class DeviceClaims:
                 os.close(descriptor)
         return found
 
-    def why_not(self, gpus: Sequence[ClaimableGpu], wish: Wish) -> str:
+    def why_not(self, gpus: Sequence[ClaimableGpu], wish: ShareRequest) -> str:
         """Describe why `take` finds nothing, and what would help."""
         taken = []
         for gpu in gpus:
@@ -124,7 +124,7 @@ class DeviceClaims:
         return self._folder / f"{'' if uuid.startswith(('GPU-', 'MIG-')) else 'GPU-'}{uuid}.{share}"
 
 
-def _in_order(claims: Sequence[Sequence[Claim]], wish: Wish, role: Role) -> list[int]:
+def _in_order(claims: Sequence[Sequence[Claim]], wish: ShareRequest, role: Role) -> list[int]:
     """Return the indices of GPUs with a free share, best first."""
     ours = {place for place, on_it in enumerate(claims) if any(claim.pipeline == wish.pipeline for claim in on_it)}
     bounded = wish.most_gpus > 0 and len(ours) >= wish.most_gpus

@@ -30,7 +30,7 @@ class TorchFacts:
     version: str
     cuda: str
     works: bool
-    complaint: str = ""
+    error: str = ""
 
 
 def unusable_gpu(device: str, torch: TorchFacts, sources: inventory.Sources = inventory.HOST) -> str:
@@ -41,11 +41,11 @@ def unusable_gpu(device: str, torch: TorchFacts, sources: inventory.Sources = in
     if not inventory.driver_present(sources) or (device == "auto" and inventory.hidden()):
         return ""
     driver = inventory.driver_version(sources)
-    told = f" (torch says: {torch.complaint})" if torch.complaint else ""
+    told = f" (torch says: {torch.error})" if torch.error else ""
     wish = "" if device == "auto" else f"; this configuration wants {device}"
     return (
-        f"engine.device: a GPU that torch cannot use{wish}: {_cause(torch, driver)}{told}. {_cure(torch, driver)}; or "
-        "--set engine.device=cpu to serve from the CPU"
+        f"engine.device: a GPU that torch cannot use{wish}: {_cause(torch, driver)}{told}. {_remedy(torch, driver)}; "
+        "or --set engine.device=cpu to serve from the CPU"
     )
 
 
@@ -93,7 +93,7 @@ def _cause(torch: TorchFacts, driver: str) -> str:
     return f"{built} and {found} would do, but no device answers: is the GPU handed to this process or container?"
 
 
-def _cure(torch: TorchFacts, driver: str) -> str:
+def _remedy(torch: TorchFacts, driver: str) -> str:
     family = family_for(driver)
     least = _least(torch.cuda) if torch.cuda else ()
     if torch.cuda and not (driver and least and _parsed(driver) < least):

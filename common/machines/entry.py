@@ -22,7 +22,7 @@ class State(enum.Enum):
     RUNNING = "running"
 
 
-class Happening(NamedTuple):
+class LifecycleMoment(NamedTuple):
     """Moment in a request's life, for people. `at_s`: the gateway's clock."""
 
     at_s: float
@@ -48,7 +48,7 @@ class Entry:
     """Log-probabilities of the prompt from its second token on, if requested; complete with the first output token."""
     facts: LengthFacts | None = None
     """Facts for the length predictor; one object for all choices of a prompt."""
-    asked_as: RequestId = ""
+    prediction_id: RequestId = ""
     """Choice of the same prompt under which its length was requested; empty if it was not."""
     prediction: Prediction | None = None
     predict_s: float = 0.0
@@ -58,7 +58,7 @@ class Entry:
     """Workers this request was placed on, in order of first appearance."""
     holders: set[InstanceId] = field(default_factory=set)
     """Workers that may hold something of the current attempt."""
-    last_news_s: float = 0.0
+    last_progress_s: float = 0.0
     first_token_s: float | None = None
     last_token_s: float | None = None
     bucket_s: float = 0.0
@@ -75,7 +75,7 @@ class Entry:
     """Attempts that waited at a manager which was replaced. They do not count against the maximum."""
     queued_tokens: float = 0.0
     """Prompt and expected output tokens while the request counts as waiting; 0 afterwards."""
-    together: tuple[RequestId, ...] = ()
+    sibling_ids: tuple[RequestId, ...] = ()
     """All choices of its HTTP request, itself included, if there are several: they are refused together."""
     refused_because: str = ""
     """Reason of the manager's refusal, in one word."""
@@ -83,7 +83,7 @@ class Entry:
     """Whether the manager demoted the request: it is served as best-effort, whatever was requested."""
     forecast_s: float = 0.0
     """Predicted TTFT for which the request was refused or demoted."""
-    happenings: list[Happening] = field(default_factory=list, compare=False)
+    moments: list[LifecycleMoment] = field(default_factory=list, compare=False)
     """Submissions, placements, starts and losses of the request, for people only. At most `MOST_MOMENTS`."""
     prompt_tokens: int = field(init=False)
     most_tokens: int = field(init=False)
@@ -104,9 +104,9 @@ class Entry:
     def request_id(self) -> RequestId:
         return self.attempt.request_id
 
-    def happened(self, at_s: float, what: str, where: str = "", why: str = "") -> None:
-        if len(self.happenings) < MOST_MOMENTS:
-            self.happenings.append(Happening(at_s, what, where, why))
+    def add_moment(self, at_s: float, what: str, where: str = "", why: str = "") -> None:
+        if len(self.moments) < MOST_MOMENTS:
+            self.moments.append(LifecycleMoment(at_s, what, where, why))
 
     @property
     def known(self) -> int:

@@ -88,9 +88,9 @@ class Replay:
                 if number == len(self._lines) + 1:
                     return  # a killed process's last line may be half written
                 raise ConfigError(f"{self._path}:{number}: not a call of a recording: {error}") from error
-            yield Step(number, call, self._told(call, events))
+            yield Step(number, call, self._replayed_call(call, events))
 
-    def _told(self, call: Call, events: list[Any]) -> Call:
+    def _replayed_call(self, call: Call, events: list[Any]) -> Call:
         try:
             return Call(call.now_s, call.events, describe(self._machine.handle(call.now_s, *events)))
         except Exception as error:

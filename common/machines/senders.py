@@ -47,7 +47,7 @@ _ManagersOwn = (
 _SIGNED, _MANAGERS_OWN = frozenset(get_args(_Signed)), frozenset(get_args(_ManagersOwn))
 
 
-def may_say(
+def may_send(
     sender: InstanceId,
     message: Message,
     *,

@@ -24,7 +24,7 @@ from cohort.common.policies.fair_queue import FairQueue
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
 from cohort.common.types import Prediction, QueueBucket, RequestId
 
-_CALM_S = 2.0
+_CONTENTION_MEMORY_S = 2.0
 """Seconds after contention during which an owner that is alone is still held back: taking a long queue back for each
 request of another owner would cost more than it is worth."""
 
@@ -112,7 +112,7 @@ class FairOrder(PrefillOrder):
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
         self._sent.clear()
-        self._look(now_s)
+        self._update_contention(now_s)
         limit = self._ahead if self.sharing else self._alone
         if limit is not None:
             self._release(now_s, cluster, limit)
@@ -123,7 +123,7 @@ class FairOrder(PrefillOrder):
                     self._sent[name] = sent
         return dispatches
 
-    def _look(self, now_s: float) -> None:
+    def _update_contention(self, now_s: float) -> None:
         """Update `sharing`: several owners wait, or did a moment ago."""
         contended = len(self._owners) > 1
         if contended:
@@ -132,7 +132,7 @@ class FairOrder(PrefillOrder):
             self.sharing = True
             self._contentions += 1
             self._take_back(now_s)
-        elif self.sharing and not contended and now_s - self._contended_s >= _CALM_S:
+        elif self.sharing and not contended and now_s - self._contended_s >= _CONTENTION_MEMORY_S:
             self.sharing = False
             for waiting in list(self._held.values()) if self._alone is None else ():
                 self._unhold(waiting)

@@ -433,7 +433,7 @@ class News(msgspec.Struct, frozen=True):
         return max(0, sum([ran.iterations for ran in self.runs]) - 1)
 
 
-UNTIL_DISTURBED = 1 << 30
+UNTIL_CHANGED = 1 << 30
 """Answer of `IterationScheduler.steady_for`: without end."""
 
 

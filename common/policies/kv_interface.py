@@ -17,7 +17,7 @@ from cohort.common.types import Attempt, KvGeometry
 NO_BLOCK = -1
 """Entry of a table for a block that was given back, behind the sequence's window (`KvGeometry.window`)."""
 
-NoSlotAhead = Literal["memory", "shared"]
+SlotRefusal = Literal["memory", "shared"]
 """Reason why rows have no slots before the step in flight has ended: blocks lack; a slot is, or may become, another
 sequence's, so that only a decision can make it the row's own."""
 
@@ -29,23 +29,24 @@ STAGED_BYTES = 64 << 20
 class KvCopy:
     """Whole blocks or single slots to be moved between device and host memory, in step with the plan. `unit` "block":
     ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order, all before its rows;
-    those `beside` may run while the rows are computed, because no row touches what they move (R12). Rows may write over
-    what goes out before them; with a copy of it on the device they need not wait for the host link (`goes_beside`)."""
+    those `concurrent` may run while the rows are computed, because no row touches what they move (R12). Rows may write
+    over what goes out before them; with a copy of it on the device they need not wait for the host link
+    (`can_overlap`)."""
 
     direction: Literal["out", "in"]
     unit: Literal["block", "slot"]
     device: tuple[int, ...]
     host: tuple[int, ...]
-    beside: bool = False
+    concurrent: bool = False
 
     def bytes_of(self, geometry: KvGeometry) -> int:
         return len(self.device) * geometry.block_bytes // (1 if self.unit == "block" else geometry.block_size)
 
 
-def goes_beside(copies: Seq[KvCopy], geometry: KvGeometry) -> bool:
+def can_overlap(copies: Seq[KvCopy], geometry: KvGeometry) -> bool:
     """R12 · Return whether what goes out before the rows of a plan can be sent beside them, by an engine that gathers
     it on the device: nothing comes in before the rows, which might have just gone out, and it is not too much."""
-    first = [copy for copy in copies if not copy.beside]
+    first = [copy for copy in copies if not copy.concurrent]
     if any(copy.direction == "in" for copy in first):
         return False
     return sum(copy.bytes_of(geometry) for copy in first) <= STAGED_BYTES
@@ -136,7 +137,7 @@ class KvAllocator(ABC):
     def extend(self, sequence: Sequence, positions: int) -> bool:
         """Give blocks for positions [0, positions); False and no change when blocks are missing."""
 
-    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+    def extend_ahead(self, rows: Seq[Row]) -> SlotRefusal | None:
         """Give slots to the rows of the step behind the one in flight, in which all of their sequences have rows too,
         so that `computed` is behind. Only slots that are the sequence's own or lie in free blocks: nothing is copied or
         taken from another sequence, and the next decision's `extend` finds or takes the same. Else return why not."""
@@ -151,12 +152,12 @@ class KvAllocator(ABC):
         """Free everything it holds on the device and in host memory; unknown ids are ignored."""
 
     @abstractmethod
-    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
-        """Free its device blocks for host blocks; False and no change when host blocks are missing. `beside`: no row of
-        the iteration touches what the copy moves (`KvCopy.beside`)."""
+    def swap_out(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
+        """Free its device blocks for host blocks; False and no change when host blocks are missing. `concurrent`: no
+        row of the iteration touches what the copy moves (`KvCopy.concurrent`)."""
 
     @abstractmethod
-    def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
+    def swap_in(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
         """Undo `swap_out`; False and no change when device blocks are missing."""
 
     @abstractmethod

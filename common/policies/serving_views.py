@@ -40,7 +40,7 @@ class ServingViews(dict[InstanceId, InstanceView]):
                 self.era += 1
 
 
-class Least:
+class MinIndex:
     """View with the least key among `members`. A key ends with the view's name, so that no two are equal."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Least:
                     heappush(heap, now)
             self._read = len(touched)
             if len(heap) > 4 * len(keys) + _FORGOTTEN:
-                self._pile_up()
+                self._rebuild()
 
     def _start(self, views: ServingViews) -> None:
         members: Iterable[InstanceView] = [view for view in views.values() if self._members(view)]
@@ -100,8 +100,8 @@ class Least:
         self._keys = {view.instance: self._key(view) for view in members}
         self._tokens = min([view.capacity.max_model_len for view in members], default=0)
         self._positions = min([view.capacity.positions for view in members], default=0)
-        self._pile_up()
+        self._rebuild()
 
-    def _pile_up(self) -> None:
+    def _rebuild(self) -> None:
         self._heap = list(self._keys.values())
         heapify(self._heap)

@@ -101,10 +101,10 @@ def _model_s(times: StepTimes | None, shape: BatchShape, positions: int) -> floa
 class Speculation:
     """Drafts of one worker."""
 
-    def __init__(self, max_drafts: int, *, asks_model: bool = False) -> None:
-        """`max_drafts`: of one row. `asks_model`: drafts have a price of their own, and there are some for any text."""
+    def __init__(self, max_drafts: int, *, uses_draft_model: bool = False) -> None:
+        """`max_drafts`: of one row. `uses_draft_model`: drafts have a price of their own, and any text has some."""
         self._max_drafts = max_drafts
-        self.asks_model = asks_model
+        self.uses_draft_model = uses_draft_model
         self._draft = Mean()
         """Seconds that one draft of each row takes, where a model makes them."""
         self._prices = StepPrices()
@@ -112,7 +112,7 @@ class Speculation:
         """Chance of a proposed token over all requests."""
         self._ran = 0
         """Iterations so far."""
-        self._may_pay, self._of_rows, self._asked = True, 0, 0
+        self._was_worthwhile, self._of_rows, self._worthwhile_reused = True, 0, 0
         """Last answer to whether drafts could pay, for which rows, and how often it was given."""
 
     def chance(self, sequence: Sequence) -> float:
@@ -136,31 +136,31 @@ class Speculation:
 
     def drafted(self, deepest: int, seconds: float) -> None:
         """Record the seconds in which `deepest` drafts of a row were made, or fewer of others."""
-        if self.asks_model and deepest:
+        if self.uses_draft_model and deepest:
             self._draft.note(seconds / deepest)
 
     def unjudged(self, sequence: Sequence) -> None:
         """Reduce the weight of the record of a sequence for which a model made no drafts in an iteration."""
-        if self.asks_model:
+        if self.uses_draft_model:
             sequence.drafts_judged *= _FORGETS
             sequence.drafts_right *= _FORGETS
 
-    def may_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
+    def is_worthwhile(self, times: StepTimes | None, shape: BatchShape) -> bool:
         """Return whether rows of this shape would get drafts if these were as good as certain."""
         if not self._prices.known:
             return True
         plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
-        self._of_rows, self._asked, self._may_pay = rows, 0, False
+        self._of_rows, self._worthwhile_reused, self._was_worthwhile = rows, 0, False
         for positions, deepest in ((1, 1), (rows * self._max_drafts, self._max_drafts)):
             tokens = rows + _LIKELY * positions
             taken_s = self._prices.seconds(times, shape, positions) + deepest * self._draft.value
-            self._may_pay = self._may_pay or tokens / taken_s > _GAIN * rows / plain_s
-        return self._may_pay
+            self._was_worthwhile = self._was_worthwhile or tokens / taken_s > _GAIN * rows / plain_s
+        return self._was_worthwhile
 
     def lately(self, rows: int) -> bool | None:
-        """Return what `may_pay` said of as many rows in the last iterations; None: it has to be asked."""
-        self._asked += 1
-        return self._may_pay if rows == self._of_rows and self._asked < _ASKED_ANEW else None
+        """Return what `is_worthwhile` said of as many rows in the last iterations; None: it has to be asked."""
+        self._worthwhile_reused += 1
+        return self._was_worthwhile if rows == self._of_rows and self._worthwhile_reused < _ASKED_ANEW else None
 
     def allot(
         self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
@@ -174,7 +174,7 @@ class Speculation:
     ) -> bool:
         """Return whether the next iteration should wait for the token before its drafts instead of being planned ahead.
         The wait is certain, drafts come if that token is as expected; a model makes some whatever it is."""
-        if not self.asks_model:
+        if not self.uses_draft_model:
             # However little positions cost: a row's drafts bring no more than the sum of its chances' powers.
             likeliest, brought = 0.0, 0.0
             for sequence, limit in candidates:
@@ -185,7 +185,7 @@ class Speculation:
             if brought * likeliest <= _WAIT * shape.decodes:
                 return False
         allotted, faster = self._best(times, shape, candidates, most, within_s)
-        if self.asks_model:
+        if self.uses_draft_model:
             return faster - 1.0 > _WAIT
         chances = [self.chance(each) for (each, _), count in zip(candidates, allotted, strict=True) if count]
         return (faster - 1.0) * max(chances, default=0.0) > _WAIT
@@ -224,4 +224,4 @@ class Speculation:
 
     def metrics(self) -> dict[str, float]:
         found = {"draft_chance": self._common}
-        return found | {"draft_seconds": self._draft.value} if self.asks_model else found
+        return found | {"draft_seconds": self._draft.value} if self.uses_draft_model else found

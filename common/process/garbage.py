@@ -1,8 +1,9 @@
 """When Python looks for garbage in cycles: rarely, and never at what a process was started with.
 
-`settle` is called once by a process that has loaded all it serves with. A step of an engine brings each of its streams
-a few short objects, none of them in a cycle; by the interpreter's own thresholds these alone have all young objects
-looked at several times a step, and all that live at every thousandth. Reference counts free them at once in any case.
+`freeze_heap` is called once by a process that has loaded all it serves with. A step of an engine brings each of its
+streams a few short objects, none of them in a cycle; by the interpreter's own thresholds these alone have all young
+objects looked at several times a step, and all that live at every thousandth. Reference counts free them at once in any
+case.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ YOUNGER_FIRST = 20
 """Examinations of younger objects for each of the next older ones."""
 
 
-def settle() -> None:
+def freeze_heap() -> None:
     """Exclude everything alive now from garbage collection, and collect rarely from now on."""
     gc.collect()
     gc.freeze()
@@ -26,7 +27,8 @@ def settle() -> None:
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Collect as rarely as after `settle` within the block: a simulation makes and drops objects by the hundred."""
+    """Collect as rarely as after `freeze_heap` within the block: a simulation makes and drops objects by the
+    hundred."""
     before = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, YOUNGER_FIRST, YOUNGER_FIRST)
     try:

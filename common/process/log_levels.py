@@ -28,7 +28,7 @@ def level_file(run_dir: Path, instance: str) -> Path:
     return run_dir / f"{instance}.log-level"
 
 
-def ask_for_level(run_dir: Path, instance: str, level: Level) -> Path:
+def request_level(run_dir: Path, instance: str, level: Level) -> Path:
     """Write the file that the process reads at its next SIGUSR2, and return its path. Raises `OSError`."""
     path = level_file(run_dir, instance)
     write_private(path, level.encode())

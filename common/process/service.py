@@ -59,7 +59,7 @@ from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.process.log_levels import listen_for_levels
 from cohort.common.process.logs import configure_logging, log_loop_errors
 from cohort.common.process.metrics import CONTENT_TYPE, MetricFactory, exposition
-from cohort.common.seeds import seek, with_own_inbox
+from cohort.common.seeds import discover, with_own_inbox
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
@@ -295,7 +295,7 @@ class _Service:
         bus = self._open_bus()
         try:
             async with contextlib.AsyncExitStack() as stack:
-                self._config = await stack.enter_async_context(seek(self._config, self._role, self._run_dir, bus))
+                self._config = await stack.enter_async_context(discover(self._config, self._role, self._run_dir, bus))
                 context = self._context(bus)
                 if self._serve_metrics:
                     context.metrics_url = await self._start_metrics(context, stack)

@@ -162,7 +162,7 @@ class WorkerSpans:
     def _transferred(self, now_s: float, peer: InstanceId, message: Message, attempt: Attempt, *, sent: bool) -> None:
         segment = self._segments.get(attempt)
         if segment is not None:
-            self._transfers.said(now_s, attempt, segment.span.here, message, peer, sent=sent)
+            self._transfers.on_message(now_s, attempt, segment.span.here, message, peer, sent=sent)
 
     def _given_up(self, now_s: float, abort: KvAbort) -> None:
         """End a segment that waited for this KV; it sends no message. The sender's segment reports its own end."""
@@ -267,7 +267,7 @@ class TransferSpans:
     def __len__(self) -> int:
         return len(self._open)
 
-    def said(
+    def on_message(
         self, now_s: float, attempt: Attempt, parent: TraceParent, message: Message, peer: InstanceId, *, sent: bool
     ) -> None:
         """Record a message of a transfer of this attempt, sent to the peer or received from it."""

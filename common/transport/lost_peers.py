@@ -61,7 +61,7 @@ class LostPeers:
         loop.add_reader(self._fd, self._connections_ended)
         self._connections_ended()
 
-    def heard(self, peer: InstanceId) -> None:
+    def note_message(self, peer: InstanceId) -> None:
         """Record that a peer sent something to the inbox, so that it has a connection."""
         self._callers.add(peer)
 
@@ -82,9 +82,9 @@ class LostPeers:
         if ended:
             for delay_s in _LOOKS_S:
                 if delay_s not in self._looks:
-                    self._looks[delay_s] = self._loop.call_later(delay_s, self._look, delay_s)
+                    self._looks[delay_s] = self._loop.call_later(delay_s, self._check, delay_s)
 
-    def _look(self, delay_s: float) -> None:
+    def _check(self, delay_s: float) -> None:
         del self._looks[delay_s]
         for peer in sorted(self._callers - self._judgements.keys()):
             if not self._has_route(peer):

@@ -54,23 +54,23 @@ class MemoryNetwork:
         """End a bus. Return the buses that it had dialled."""
         bus = self._alive.pop(identity, None)
         if bus is not None:
-            bus.die()
+            bus.crash()
         dialled = [other for other in self._alive.values() if identity in other.dialled_by]
         for other in dialled:
             other.dialled_by.discard(identity)
         return dialled
 
     def cut(self, one: InstanceId, other: InstanceId) -> None:
-        """Lose everything between two peers, silently, until `heal`."""
+        """Lose everything between two peers, silently, until `reconnect`."""
         self._cut.add(frozenset((one, other)))
 
-    def heal(self, one: InstanceId, other: InstanceId) -> None:
+    def reconnect(self, one: InstanceId, other: InstanceId) -> None:
         self._cut.discard(frozenset((one, other)))
 
     def is_alive(self, identity: InstanceId) -> bool:
         return identity in self._alive
 
-    def introduce(self, dialler: InstanceId, identity: InstanceId) -> None:
+    def allow_replies(self, dialler: InstanceId, identity: InstanceId) -> None:
         """Let `identity`, if it is there, answer `dialler` from now on."""
         bus = self._alive.get(identity)
         if bus is not None:
@@ -116,8 +116,8 @@ class MemoryBus:
         self._network = network
         self._dialled: dict[InstanceId, InstanceId] = {}
         self._inbox: deque[tuple[InstanceId, bytes]] = deque()
-        self._something = asyncio.Event()
-        self._dead = False
+        self._readable = asyncio.Event()
+        self._crashed = False
         self._closed = False
 
     def connect(self, peer: InstanceId, endpoint: str) -> None:
@@ -125,8 +125,8 @@ class MemoryBus:
         if scheme != "memory" or not name:
             raise PeerUnreachable(f"{peer}: {endpoint!r} cannot be dialled from a memory bus")
         self._dialled[peer] = name
-        if not self._dead:
-            self._network.introduce(self.identity, name)
+        if not self._crashed:
+            self._network.allow_replies(self.identity, name)
 
     def disconnect(self, peer: InstanceId) -> None:
         self._dialled.pop(peer, None)
@@ -136,7 +136,7 @@ class MemoryBus:
 
     def send(self, peer: InstanceId, message: Message) -> None:
         data = encode(message)
-        if self._dead:
+        if self._crashed:
             return  # the process no longer exists; its code merely has not noticed
         if self._closed:
             raise PeerUnreachable(f"{self.identity}: the bus is closed")
@@ -154,15 +154,15 @@ class MemoryBus:
     async def receive(self) -> tuple[InstanceId, Message]:
         if self._inbox:
             await asyncio.sleep(0)  # a receiver that never waits would starve every other task of the loop
-        while self._dead or not self._inbox:
+        while self._crashed or not self._inbox:
             if self._closed:
                 raise PeerUnreachable(f"{self.identity}: the bus is closed")
-            self._something.clear()
-            await self._something.wait()
+            self._readable.clear()
+            await self._readable.wait()
         return self._pop()
 
     def take(self) -> tuple[InstanceId, Message] | None:
-        return self._pop() if self._inbox and not self._dead else None
+        return self._pop() if self._inbox and not self._crashed else None
 
     def _pop(self) -> tuple[InstanceId, Message]:
         sender, data = self._inbox.popleft()
@@ -171,21 +171,21 @@ class MemoryBus:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._network.is_alive(self.identity) and not self._dead:
+            if self._network.is_alive(self.identity) and not self._crashed:
                 self._network.kill(self.identity)
-            self._dead = False  # closed on purpose: a waiting receive ends with an error instead of never
+            self._crashed = False  # closed on purpose: a waiting receive ends with an error instead of never
             self._inbox.clear()
-            self._something.set()
+            self._readable.set()
 
     def has_dialled(self, identity: InstanceId) -> bool:
         return identity in self._dialled.values()
 
     def deliver(self, sender: InstanceId, data: bytes) -> None:
         self._inbox.append((sender, data))
-        self._something.set()
+        self._readable.set()
 
-    def die(self) -> None:
-        self._dead = True
+    def crash(self) -> None:
+        self._crashed = True
         self._inbox.clear()
 
     def _name_of(self, sender: InstanceId) -> InstanceId:

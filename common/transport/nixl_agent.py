@@ -138,7 +138,7 @@ class NixlAgent:
         except Exception as error:
             raise TransferError(f"nixl: {place.nbytes} bytes cannot be registered: {_first_line(error)}") from error
 
-    def introduction(self) -> bytes:
+    def local_metadata(self) -> bytes:
         """Return this agent's identity, its connection and the memory that may be read here."""
         parts = [self._identity.pack()]
         for kind in ("DRAM", "VRAM"):
@@ -171,13 +171,13 @@ class NixlAgent:
             with suppress(Exception):  # NIXL may have dropped it already
                 self._agent.remove_remote_agent(name)
 
-    def tell(self, name: str, message: bytes) -> None:
+    def send(self, name: str, message: bytes) -> None:
         try:
             self._agent.send_notif(name, message)
         except Exception as error:
             raise TransferError(f"nixl: the peer cannot be told: {_first_line(error)}") from error
 
-    def heard(self) -> list[tuple[str, bytes]]:
+    def received(self) -> list[tuple[str, bytes]]:
         """Return (sender's name, message) of every message since the last call."""
         try:
             found = self._agent.get_new_notifs([PLUGIN])

@@ -76,15 +76,15 @@ class _Kind(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Process that this link sends to, at `address`, or only reads from. `told`: number of registered regions of this
-    link that it knows; -1: it cannot even answer."""
+    """Process that this link sends to, at `address`, or only reads from. `regions_sent`: number of registered regions
+    of this link that it knows; -1: it cannot even answer."""
 
     name: str
     identity: ProcessIdentity
     address: bytes = b""
-    told: int = -1
+    regions_sent: int = -1
     watch: ProcessWatch = field(init=False)
-    dead: bool = False
+    closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +162,7 @@ class NixlLink:
         sending = _Sending(tag, self._transfers, target, self._loop.create_future())
         self._sending[sending.transfer] = sending
         try:
-            self._say(target, _Kind.OFFER, tag, sending.transfer, source)
+            self._send_control(target, _Kind.OFFER, tag, sending.transfer, source)
             self._poll_now()
             await asyncio.wait((sending.over,), timeout=timeout_s)
             if not sending.over.done():
@@ -206,7 +206,7 @@ class NixlLink:
     def forget(self, peer: bytes) -> None:
         known = self._peers.pop(name_in(peer), None)
         if known is not None:
-            self._bury(known, "the peer is gone")
+            self._close_peer(known, "the peer is gone")
 
     async def close(self) -> None:
         if self._closed:
@@ -224,11 +224,11 @@ class NixlLink:
     async def _withdraw(self, sending: _Sending, slot: Region | None) -> None:
         """Take an offer back. Return when the receiver no longer reads the memory, or after SETTLE_S if that is a slot
         of the link; else raise `BufferStranded`."""
-        if sending.peer.dead or self._closed:
+        if sending.peer.closed or self._closed:
             _end(sending.over, "the other process has died")  # and reads nothing
         if not sending.over.done():
             with suppress(TransferError):
-                self._say(sending.peer, _Kind.WITHDRAW, sending.tag, sending.transfer)
+                self._send_control(sending.peer, _Kind.WITHDRAW, sending.tag, sending.transfer)
             self._poll_now()
         await outlast(sending.over, SETTLE_S)
         if sending.over.done():
@@ -277,9 +277,9 @@ class NixlLink:
     def _refuse(self, receiving: _Receiving, why: str) -> None:
         offer = receiving.offer
         self._drop_read(receiving)
-        if offer is not None and not offer.peer.dead:
+        if offer is not None and not offer.peer.closed:
             with suppress(TransferError):
-                self._say(offer.peer, _Kind.REFUSED, receiving.tag, offer.transfer)
+                self._send_control(offer.peer, _Kind.REFUSED, receiving.tag, offer.transfer)
         _end(receiving.over, why)
 
     def _look_at(self, receiving: _Receiving, read: Read) -> bool:
@@ -313,25 +313,27 @@ class NixlLink:
 
     # ---- messages -------------------------------------------------------------------------------------------
 
-    def _say(self, peer: _Peer, kind: _Kind, tag: int, transfer: int, source: Place | None = None) -> None:
+    def _send_control(self, peer: _Peer, kind: _Kind, tag: int, transfer: int, source: Place | None = None) -> None:
         self._check_open()
-        if peer.dead:
+        if peer.closed:
             raise TransferError("nixl: the other process has died")
         place, nbytes, device = (source.pointer, source.nbytes, source.device) if source is not None else (0, 0, -1)
         message = _MESSAGE.pack(kind, tag, transfer, place, nbytes, device + 1)
-        if peer.told < self._agent.regions:
-            message += self._agent.introduction()
-            peer.told = self._agent.regions
+        if peer.regions_sent < self._agent.regions:
+            message += self._agent.local_metadata()
+            peer.regions_sent = self._agent.regions
         if peer.name == self._agent.name:
             self._loop.call_soon(self._on_message, peer.name, message)
         else:
-            self._agent.tell(peer.name, message)
+            self._agent.send(peer.name, message)
 
-    def _acquainted(self, name: str, identity: ProcessIdentity) -> _Peer:
+    def _peer_with(self, name: str, identity: ProcessIdentity) -> _Peer:
         known = self._peers.get(name)
         if known is None:
             known = self._peers[name] = peer = _Peer(name, identity)
-            peer.watch = ProcessWatch(identity, self._loop, lambda: self._bury(peer, "the other process has died"))
+            peer.watch = ProcessWatch(
+                identity, self._loop, lambda: self._close_peer(peer, "the other process has died")
+            )
         return known
 
     def _on_message(self, name: str, message: bytes) -> None:
@@ -340,7 +342,7 @@ class NixlLink:
         try:
             kind, tag, transfer, place, nbytes, device = _MESSAGE.unpack_from(message)
             if len(message) > _MESSAGE.size and name != self._agent.name:
-                self._acquainted(*self._agent.meet(message[_MESSAGE.size :]))
+                self._peer_with(*self._agent.meet(message[_MESSAGE.size :]))
             peer = self._peers[name]
         except (struct.error, KeyError, TransferError) as error:
             log.warning("message of an unknown NIXL agent skipped", error=str(error))
@@ -356,7 +358,7 @@ class NixlLink:
                 self._offers.pop(transfer, None)
                 if not any(r.offer and r.offer.transfer == transfer and r.read for r in self._receiving.values()):
                     with suppress(TransferError):
-                        self._say(peer, _Kind.LET_GO, tag, transfer)
+                        self._send_control(peer, _Kind.LET_GO, tag, transfer)
             case other:
                 log.warning("unknown NIXL message skipped", kind=other)
 
@@ -377,7 +379,7 @@ class NixlLink:
             return
         moved = False
         try:
-            for name, message in self._agent.heard():
+            for name, message in self._agent.received():
                 moved = True
                 self._on_message(name, message)
         except TransferError as error:
@@ -410,7 +412,7 @@ class NixlLink:
         self._close_agent(reason)
         self._agent.reopen()
         for peer in list(self._peers.values()):
-            peer.told = -1
+            peer.regions_sent = -1
             if peer.address:
                 with suppress(TransferError):
                     self._agent.reach(peer.address)
@@ -419,21 +421,21 @@ class NixlLink:
                 del self._peers[peer.name]
         for sending in self._sending.values():
             with suppress(TransferError):
-                self._say(sending.peer, _Kind.WITHDRAW, sending.tag, sending.transfer)
+                self._send_control(sending.peer, _Kind.WITHDRAW, sending.tag, sending.transfer)
         self._arm(IDLE_TICK_S)
 
     def _peer_at(self, address: bytes) -> _Peer:
         self._check_open()
         name = name_in(address)
-        peer = self._peers.get(name) or self._acquainted(name, self._agent.reach(address))
+        peer = self._peers.get(name) or self._peer_with(name, self._agent.reach(address))
         peer.address = address
         return peer
 
-    def _bury(self, peer: _Peer, reason: str) -> None:
+    def _close_peer(self, peer: _Peer, reason: str) -> None:
         """End the sends to a peer that is gone: it reads nothing any more."""
-        if peer.dead:
+        if peer.closed:
             return
-        peer.dead = True
+        peer.closed = True
         peer.watch.stop()
         left = [sending for sending in self._sending.values() if sending.peer is peer]
         for sending in left:

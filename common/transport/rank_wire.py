@@ -42,8 +42,8 @@ _BUFFER = 4 << 20
 _JOIN = b"join"
 _STREAM_NAMES = tuple(b"%d" % index for index in range(STREAMS))
 _ENDED = zmq.EVENT_DISCONNECTED
-_UNLIKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_UNSHAKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | _UNLIKE
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_UNSHAKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | _HANDSHAKE_FAILED
 
 
 class WireLost(CohortError):
@@ -147,13 +147,13 @@ class WireListener:
         for descriptor, (rank, index) in sources.items():
             if descriptor in ready:
                 self._send_on(rank, index)
-        self._hear_ends()
+        self._on_disconnects()
         for _ in range(64):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._hear(frames)
+            self._on_frames(frames)
         if awaited and time.monotonic() >= self._deadline_s:
             for rank, peer in self._peers.items():
                 if not peer.identity:
@@ -172,10 +172,10 @@ class WireListener:
         except zmq.ZMQError as error:
             self._lose(rank, f"its connection has ended: {error}")
 
-    def _hear(self, frames: list[zmq.Frame]) -> None:
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
         identity, name = frames[0].bytes, frames[1].bytes if len(frames) == 3 else b""
         if name == _JOIN:
-            self._hear_ends()  # of who had this descriptor before
+            self._on_disconnects()  # of who had this descriptor before
             self._join(identity, int(frames[2].get(zmq.SRCFD)), frames[2].bytes)
             return
         for peer in self._peers.values():
@@ -196,7 +196,7 @@ class WireListener:
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([identity, _JOIN, answer])
 
-    def _hear_ends(self) -> None:
+    def _on_disconnects(self) -> None:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] != _ENDED:
@@ -233,7 +233,7 @@ class WireDialer:
             protect_client(self._dealer, keys)
         self._monitor = self._dealer.get_monitor_socket(_ENDED | _UNSHAKEN)
         try:
-            self._ask(endpoint, join, time.monotonic() + join_s, join_s)
+            self._request_join(endpoint, join, time.monotonic() + join_s, join_s)
         except BaseException:
             self._monitor.close(linger=0)
             self._context.destroy(linger=0)
@@ -242,7 +242,7 @@ class WireDialer:
         self._lost = lost
         threading.Thread(target=self._run, name="rank-0-elsewhere", daemon=True).start()
 
-    def _ask(self, endpoint: str, join: bytes, deadline_s: float, join_s: float) -> None:
+    def _request_join(self, endpoint: str, join: bytes, deadline_s: float, join_s: float) -> None:
         try:
             self._dealer.connect(endpoint)
         except zmq.ZMQError as error:
@@ -258,7 +258,7 @@ class WireDialer:
             if not ready:
                 raise WireLost(f"no rank 0 answers at {endpoint} within {join_s:g} s")
             if self._monitor in ready:
-                final = recv_monitor_message(self._monitor)["event"] & _UNLIKE  # libzmq does not dial again
+                final = recv_monitor_message(self._monitor)["event"] & _HANDSHAKE_FAILED  # libzmq does not dial again
                 failed = REFUSED_HANDSHAKES if final else failed + 1
             elif self._dealer in ready:
                 _, answer = self._dealer.recv_multipart()

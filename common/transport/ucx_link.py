@@ -77,7 +77,7 @@ class _Peer:
     identity: ProcessIdentity
     endpoint: int | None
     watch: ProcessWatch = field(init=False)
-    dead: bool = False
+    closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -178,14 +178,14 @@ class UcxLink:
 
     def path(self, peer: bytes) -> str:
         known = self._peers.get(peer)
-        if known is None or known.dead or known.endpoint is None:
+        if known is None or known.closed or known.endpoint is None:
             return ""
         return "+".join(self._api.transports(known.endpoint))
 
     def forget(self, peer: bytes) -> None:
         known = self._peers.pop(peer, None)
         if known is not None:
-            self._bury(known, "the peer is gone")
+            self._close_peer(known, "the peer is gone")
             self._close_endpoint(known)
 
     async def close(self) -> None:
@@ -201,7 +201,7 @@ class UcxLink:
     # ---- posting --------------------------------------------------------------------------------------------
 
     def _post_send(self, peer: _Peer, tag: int, region: Region) -> _Operation:
-        if peer.dead or peer.endpoint is None:
+        if peer.closed or peer.endpoint is None:
             raise TransferError("ucx: the receiving process has died")
         try:
             request = self._api.send(peer.endpoint, region.pointer, region.nbytes, tag)
@@ -246,10 +246,10 @@ class UcxLink:
         until_s = time.perf_counter() + PROGRESS_TURN_S
         while worker.progress_once():
             if time.perf_counter() >= until_s:
-                self._look()
+                self._poll()
                 self._progress_soon()
                 return
-        self._look()
+        self._poll()
         if not worker.arm():
             self._progress_soon()
         elif posted_s := [op.posted_s for op in self._operations.values() if op.region and op.region.on_device]:
@@ -262,7 +262,7 @@ class UcxLink:
         self._device_tick = None
         self._progress()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Settle the transfers that have ended."""
         api = self._api
         ended = [operation for operation in self._operations.values() if api.status(operation.request) != IN_PROGRESS]
@@ -298,7 +298,7 @@ class UcxLink:
     async def _silence_receive(self, operation: _Operation) -> None:
         """Return only when nothing writes into the buffer any more, also when cancelled meanwhile."""
         self._api.cancel(self._worker.handle, operation.request)
-        self._look()
+        self._poll()
         await outlast(operation.done, SETTLE_S)
         if not operation.done.done():
             log.warning("ucx link rebuilt: a receive could be neither finished nor cancelled", tag=operation.tag)
@@ -312,17 +312,17 @@ class UcxLink:
 
     async def _withdraw_send(self, operation: _Operation) -> None:
         """Return when the receiver no longer reads the buffer, else raise `BufferStranded`."""
-        if not operation.done.done() and operation.peer is not None and not operation.peer.dead:
+        if not operation.done.done() and operation.peer is not None and not operation.peer.closed:
             notice = bytearray(operation.tag.to_bytes(_WITHDRAW_BYTES, "little"))
             self._post_send(operation.peer, _WITHDRAW_TAG, region_of(notice, writable=False))
         await outlast(operation.done, SETTLE_S)
         if not operation.done.done():
             self.stranded += 1
             settled: asyncio.Future[None] = self._loop.create_future()
-            operation.done.add_done_callback(lambda _: self._unstrand(settled))
+            operation.done.add_done_callback(lambda _: self._release_stranded(settled))
             raise BufferStranded("ucx: the receiver neither takes the bytes nor lets them go", settled)
 
-    def _unstrand(self, settled: asyncio.Future[None]) -> None:
+    def _release_stranded(self, settled: asyncio.Future[None]) -> None:
         self.stranded -= 1
         if not settled.done():
             settled.set_result(None)
@@ -399,14 +399,16 @@ class UcxLink:
         except UcpError as error:
             raise TransferError(f"ucx: no path to the peer: {error}") from error
         peer = self._peers[address] = _Peer(address, identity, endpoint)
-        peer.watch = ProcessWatch(identity, self._loop, lambda: self._bury(peer, "the receiving process has died"))
+        peer.watch = ProcessWatch(
+            identity, self._loop, lambda: self._close_peer(peer, "the receiving process has died")
+        )
         return peer
 
-    def _bury(self, peer: _Peer, reason: str) -> None:
+    def _close_peer(self, peer: _Peer, reason: str) -> None:
         """End the sends to a peer that is gone: it reads nothing any more."""
-        if peer.dead:
+        if peer.closed:
             return
-        peer.dead = True
+        peer.closed = True
         peer.watch.stop()
         if self._worker is None:
             return

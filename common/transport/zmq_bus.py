@@ -126,7 +126,7 @@ class ZmqBus:
         self._lost_peers: LostPeers | None = None
         self._peers: dict[InstanceId, _Source] = {}
         self._ring: deque[_Source] = deque()
-        self._something = asyncio.Event()
+        self._readable = asyncio.Event()
         self._in_a_row = 0
         self._closed = False
         if bind:
@@ -231,8 +231,8 @@ class ZmqBus:
             self._in_a_row = 0
             if self._closed:
                 raise PeerUnreachable(f"{self.identity}: the bus is closed")
-            self._something.clear()
-            await self._something.wait()
+            self._readable.clear()
+            await self._readable.wait()
 
     def take(self) -> tuple[InstanceId, Message] | None:
         if self._closed or self._in_a_row >= YIELD_EVERY_MESSAGES:
@@ -245,7 +245,7 @@ class ZmqBus:
         if self._closed:
             return
         self._closed = True
-        self._something.set()
+        self._readable.set()
         self._ring.clear()
         if self._lost_peers is not None:
             self._lost_peers.close()
@@ -285,7 +285,7 @@ class ZmqBus:
                         log.warning("message skipped: its sender never dials this process", sender=sender)
                         continue
                     if self._lost_peers is not None:
-                        self._lost_peers.heard(sender)
+                        self._lost_peers.note_message(sender)
                 message = decode(payload)
             # A nesting bomb ends in RecursionError; a wrong number of frames or a binary name in ValueError.
             except (WireError, ValueError, RecursionError) as error:
@@ -350,7 +350,7 @@ class ZmqBus:
         if int(source.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             source.on_ring = True
             self._ring.append(source)
-            self._something.set()
+            self._readable.set()
 
     def _drop(self, source: _Source) -> None:
         self._loop.remove_reader(source.fd)

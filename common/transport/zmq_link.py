@@ -136,7 +136,7 @@ class ZmqLink:
         target.sending[sending.transfer] = sending
         ended = False
         try:
-            self._say(target, _Kind.OFFER, tag, sending.transfer, staging.region.nbytes)
+            self._send_control(target, _Kind.OFFER, tag, sending.transfer, staging.region.nbytes)
             await asyncio.wait((sending.done,), timeout=timeout_s)
             if not sending.done.done():
                 raise TransferTimeout(f"zmq: {staging.region.nbytes} bytes not taken within {timeout_s} s")
@@ -146,7 +146,7 @@ class ZmqLink:
             target.sending.pop(sending.transfer, None)
             if not ended:
                 with contextlib.suppress(TransferError):
-                    self._say(target, _Kind.ABORT, tag, sending.transfer, 0)
+                    self._send_control(target, _Kind.ABORT, tag, sending.transfer, 0)
             await self._released(peer, target, sending)
 
     async def receive(self, tag: int, buffer: object, *, timeout_s: float) -> None:
@@ -360,7 +360,7 @@ class ZmqLink:
         await outlast(waiting)
         return waiting.result()
 
-    def _say(self, peer: _Peer, kind: _Kind, tag: int, transfer: int, value: int) -> None:
+    def _send_control(self, peer: _Peer, kind: _Kind, tag: int, transfer: int, value: int) -> None:
         try:
             peer.socket.send(_HEADER.pack(kind, tag, transfer, value), zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -133,13 +133,13 @@ class VirtualCluster:
             self._every(report_s, node, ReportDue(0), after_s=first_report_s)
         else:
             self._every(report_s, node, Tick(), ReportDue(0), after_s=first_report_s)
-        self.tell(node, ReportDue(0))
+        self.feed(node, ReportDue(0))
         return node
 
     def _started(self, node: Node, tick_s: float) -> Node:
         self._around(node)
         self.nodes[node.name] = node
-        self.tell(node, Tick())
+        self.feed(node, Tick())
         if tick_s:
             self._every(tick_s, node, Tick())
         return node
@@ -167,7 +167,7 @@ class VirtualCluster:
     def _every(self, interval_s: float, node: Node, *events: Any, after_s: float | None = None) -> None:
         def again() -> None:
             if node.alive and self._goes_on():
-                self.tell(node, *events)
+                self.feed(node, *events)
                 self.events.at(self.now_s + interval_s, again)
 
         self.events.at(self.now_s + (interval_s if after_s is None else after_s), again)
@@ -176,7 +176,7 @@ class VirtualCluster:
 
     def post(self, source: Node, peer: InstanceId, message: Message) -> None:
         if peer == PREDICTOR:
-            self.clients.ask_predictor(source, message)
+            self.clients.send_to_predictor(source, message)
             return
         target = self.nodes.get(peer)
         if target is not None:
@@ -185,23 +185,23 @@ class VirtualCluster:
 
     def _deliver(self, source: Node, target: Node, message: Message) -> None:
         if source.alive and target.alive:
-            self.tell(target, Received(source.name, self.network.travelled(message)))
+            self.feed(target, Received(source.name, self.network.decoded(message)))
 
     # -- machines ----------------------------------------------------------------------------------------------
 
-    def tell(self, node: Node, *events: Any) -> None:
+    def feed(self, node: Node, *events: Any) -> None:
         """Feed events to a node's machine now, and perform its effects."""
         if not node.alive:
             return
         if node.frozen_until_s > self.events.now_s:
-            self.events.at(node.frozen_until_s, self.tell, node, *events)
+            self.events.at(node.frozen_until_s, self.feed, node, *events)
             return
         now_s = self.events.now_s
         try:
             if isinstance(node, WorkerNode):
-                self.engine.about_to_tell(node, events)
+                self.engine.before_events(node, events)
                 effects = node.handle(now_s, *events)
-                self.engine.told(node, events, effects)
+                self.engine.after_events(node, events, effects)
             else:
                 effects = node.handle(now_s, *events)
         except Exception as error:
@@ -227,7 +227,7 @@ class VirtualCluster:
                     self.flights.cancel(node, lease_id)
                 case LoadAdapter(adapter=adapter):
                     at_s = self.now_s + self._cadence.adapter_load_s
-                    self.events.at(at_s, self.tell, node, AdapterLoaded(adapter))
+                    self.events.at(at_s, self.feed, node, AdapterLoaded(adapter))
                 case Dial():
                     pass
                 case _:
@@ -235,7 +235,7 @@ class VirtualCluster:
 
     def _perform(self, node: Node, effects: Iterable[Any]) -> None:
         """Perform effects of a gateway or a manager. A gateway's effects within its own process reach its clients."""
-        hear = self.clients.hear
+        hear = self.clients.on_effect
         for effect in effects:
             kind = type(effect)
             if kind is Send:
@@ -254,7 +254,7 @@ class VirtualCluster:
     def _woken(self, node: Node, at_s: float) -> None:
         if node.wake_s == at_s and self._goes_on():
             node.wake_s = float("inf")
-            self.tell(node, Tick())
+            self.feed(node, Tick())
 
 
 class KvFlights:
@@ -295,7 +295,7 @@ class KvFlights:
             flight = self._flight(together, node)
             flight.receiver, flight.receiver_lease, flight.round = node, effect.lease_id, effect.round
             flight.posted = together
-            if flight.landed:  # not now: the effects that this one stands among are still being performed
+            if flight.arrived:  # not now: the effects that this one stands among are still being performed
                 self._cluster.events.at(self._cluster.now_s, self._land, flight)
 
     def cancel(self, node: WorkerNode, lease_id: int) -> None:
@@ -316,7 +316,7 @@ class KvFlights:
             return
         flight.broken = True
         cluster = self._cluster
-        cluster.events.at(cluster.now_s + self._network.break_delay_s(), self._tell_broken, flight)
+        cluster.events.at(cluster.now_s + self._network.break_delay_s(), self._complete_broken, flight)
 
     # -- within ------------------------------------------------------------------------------------------------
 
@@ -341,18 +341,18 @@ class KvFlights:
     def _land(self, flight: Flight) -> None:
         if flight.broken or flight.tag not in self._flights:
             return
-        flight.landed = True
+        flight.arrived = True
         if not flight.posted or not flight.sent:
             return
         self._cluster.engine.copy(flight)
-        self._tell(flight, None)
+        self._complete(flight, None)
 
-    def _tell_broken(self, flight: Flight) -> None:
+    def _complete_broken(self, flight: Flight) -> None:
         if flight.posted and flight.receiver is not None and flight.receiver.alive:
-            self._cluster.engine.scribble(flight)
-        self._tell(flight, "broken")
+            self._cluster.engine.corrupt(flight)
+        self._complete(flight, "broken")
 
-    def _tell(self, flight: Flight, error: str | None) -> None:
+    def _complete(self, flight: Flight, error: str | None) -> None:
         if self._flights.pop(flight.tag, None) is None:
             return
         sender, receiver = flight.sender, flight.receiver
@@ -360,7 +360,7 @@ class KvFlights:
             if node is not None:
                 node.flights.pop(flight.tag, None)
         if sender is not None and flight.sent:
-            self._cluster.tell(sender, RunsSent(flight.sender_lease, error, len(flight.sent)))
+            self._cluster.feed(sender, RunsSent(flight.sender_lease, error, len(flight.sent)))
         if receiver is not None and flight.posted:
             runs = len(flight.posted)
-            self._cluster.tell(receiver, RunsReceived(flight.receiver_lease, flight.round, error, runs))
+            self._cluster.feed(receiver, RunsReceived(flight.receiver_lease, flight.round, error, runs))

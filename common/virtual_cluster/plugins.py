@@ -62,16 +62,16 @@ class Engine(Protocol):
 
     def begin(self, node: WorkerNode, step: StartStep) -> None: ...
 
-    def about_to_tell(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
+    def before_events(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
         """Prepare for events that the worker gets next: steps foreseen beyond this moment may not hold."""
 
-    def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
+    def after_events(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
         """Learn the effects of those events, before they are performed."""
 
     def copy(self, flight: Flight) -> None:
         """Write the bytes of a flight that landed."""
 
-    def scribble(self, flight: Flight) -> None:
+    def corrupt(self, flight: Flight) -> None:
         """Overwrite the target of a flight that broke: anything may stand there."""
 
     def died(self, node: WorkerNode) -> None: ...
@@ -88,7 +88,7 @@ class Network(Protocol):
     def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> Iterable[float]:
         """Return a message's arrivals: one, none, or several. The order of each pair is the network's promise."""
 
-    def travelled(self, message: Message) -> Message:
+    def decoded(self, message: Message) -> Message:
         """Return the message as its receiver reads it."""
 
     def landing_s(self, now_s: float, flight: Flight) -> float:
@@ -104,10 +104,10 @@ class Network(Protocol):
 class Clients(Protocol):
     """Source of requests and sink of tokens; also the length predictor, which only gateways ask."""
 
-    def hear(self, gateway: Node, effect: Any) -> None:
+    def on_effect(self, gateway: Node, effect: Any) -> None:
         """Receive a gateway's effect for its own process: a decision about a request, tokens, an error."""
 
-    def ask_predictor(self, gateway: Node, message: Message) -> None:
+    def send_to_predictor(self, gateway: Node, message: Message) -> None:
         """Receive a gateway's message to the length predictor."""
 
 
@@ -137,7 +137,7 @@ class Flight:
     receiver_lease: int = 0
     round: int = 0
     posted: tuple[Run, ...] = ()
-    landed: bool = False
+    arrived: bool = False
     broken: bool = False
 
     @property

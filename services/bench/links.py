@@ -454,7 +454,7 @@ def _rates(report: LinkReport) -> Table:
     return table
 
 
-def _say_progress(done: int, total: int, what: str) -> None:
+def _print_progress(done: int, total: int, what: str) -> None:
     sys.stderr.write(f"progress {done} {total} {what}\n")
     sys.stderr.flush()
 
@@ -474,7 +474,7 @@ def _report(amounts: dict[str, Any], output: str, through: str, host: str, net_d
     with tempfile.TemporaryDirectory() as folder:
         generate_keys(Path(folder) / "keys")
         ends = Ends(host, tuple(shlex.split(through)), str(Path(folder) / "keys"), net_devices)
-        report = asyncio.run(measure(progress=_say_progress, ends=ends, **amounts))
+        report = asyncio.run(measure(progress=_print_progress, ends=ends, **amounts))
     Path(output).write_bytes(msgspec.json.encode(report))
 
 

@@ -249,7 +249,7 @@ class ManagerService:
 async def serve(context: ServiceContext) -> None:
     compose.check_names(context.config)
     service = ManagerService(context)
-    garbage.settle()
+    garbage.freeze_heap()
     await service.run()
 
 

@@ -113,7 +113,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
         _checked("open files", machine.descriptors),
         _checked("shared memory", lambda: machine.shared_memory(moves_kv)),
         _checked("UCX", lambda: files.ucx(settled, moves_kv)),
-        _checked("GPU", lambda: files.gpu(settled, files.ask_torch)),
+        _checked("GPU", lambda: files.gpu(settled, files.probe_torch)),
         _checked("GPU clocks", lambda: machine.gpu_clocks(machine.slowed_gpus(inventory.throttling()))),
         _checked("clock", lambda: machine.clock(exposure.stays_here(settled))),
         _checked("certificate", lambda: files.certificate(settled)),
@@ -128,7 +128,7 @@ def memory(config: Config, folder: Path) -> Finding:
         return machine.memory(config, files.weights_bytes(folder))
     geometry = read_geometry(folder, config.model.quantization)
     if config.on_gpu:
-        return fine("memory", f"of its GPU a worker needs {need(config, folder, geometry).told}")
+        return fine("memory", f"of its GPU a worker needs {need(config, folder, geometry).summary}")
     held = host_need(config, folder, geometry, computes_bfloat16=host_memory.computes_bfloat16()).weights
     return machine.memory(config, held or files.weights_bytes(folder))
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cohort.common import paths
-from cohort.common.process.log_levels import LEVELS, Level, ask_for_level
+from cohort.common.process.log_levels import LEVELS, Level, request_level
 from cohort.services.launcher.control import EXIT_NOT_RUNNING, running
 from cohort.services.launcher.run_files import ProcessMark, RunFiles
 
@@ -94,7 +94,7 @@ def change(folder: Path, marks: Mapping[str, ProcessMark], level: Level) -> int:
         if not catches(mark.pid, signal.SIGUSR2):
             failed[instance] = "is starting or has ended; try again"
             continue
-        path = ask_for_level(folder, instance, level)
+        path = request_level(folder, instance, level)
         if mark.send(signal.SIGUSR2):
             asked[instance] = path
         else:

@@ -43,7 +43,7 @@ _RATES = {
 State = Mapping[str, Any]
 
 
-class NothingThere(CohortError):
+class NoMonitor(CohortError):
     """No monitor answers at the address."""
 
 
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             if not options.watch:
                 return 0 if healthy(state) else 1
             time.sleep(_WATCH_EVERY_S)
-    except NothingThere as error:
+    except NoMonitor as error:
         print(f"cohort status: {error}", file=sys.stderr)
         return 1
 
@@ -106,7 +106,7 @@ def _watch(url: str) -> int:
             time.sleep(_WATCH_EVERY_S)
             try:
                 readings.append(read(url))
-            except NothingThere:
+            except NoMonitor:
                 live.update(Text(f"the monitor at {url} does not answer; waiting for it", "yellow"), refresh=True)
                 continue
             while readings[-1].at_s - readings[1].at_s >= WINDOW_S:
@@ -120,29 +120,29 @@ def _console() -> Console:
 
 
 def read(url: str) -> Reading:
-    """Read state and metrics. Raises `NothingThere`."""
+    """Read state and metrics. Raises `NoMonitor`."""
     state, now_s = fetch(url), time.monotonic()
     try:
         return Reading(now_s, state, Scraped.of(url))
     except (OSError, ValueError) as error:
-        raise NothingThere(f"{url} does not answer as a Cohort monitor does (/metrics: {error})") from error
+        raise NoMonitor(f"{url} does not answer as a Cohort monitor does (/metrics: {error})") from error
 
 
 def fetch(url: str) -> State:
-    """Return the monitor's state. Raises `NothingThere` with what to do about it."""
+    """Return the monitor's state. Raises `NoMonitor` with what to do about it."""
     try:
         state = json.loads(get(url.rstrip("/") + "/api/state?history_s=10")[0])
     except urllib.error.HTTPError as error:
-        raise NothingThere(f"{url} answers with HTTP {error.code}: that is no Cohort monitor") from error
+        raise NoMonitor(f"{url} answers with HTTP {error.code}: that is no Cohort monitor") from error
     except OSError as error:
-        raise NothingThere(
+        raise NoMonitor(
             f"no monitor answers at {url} ({unreachable(error)}). Is the pipeline running? `cohort serve` starts one; "
             "--url names another monitor"
         ) from error
     except ValueError as error:
-        raise NothingThere(f"{url} does not answer as a Cohort monitor does ({error})") from error
+        raise NoMonitor(f"{url} does not answer as a Cohort monitor does ({error})") from error
     if not isinstance(state, dict) or "processes" not in state:
-        raise NothingThere(f"{url} does not answer as a Cohort monitor does")
+        raise NoMonitor(f"{url} does not answer as a Cohort monitor does")
     return state
 
 

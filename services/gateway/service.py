@@ -45,7 +45,7 @@ from cohort.services.gateway.apis.messages_api import MessagesApi
 from cohort.services.gateway.apis.openai_api import OpenAiApi
 from cohort.services.gateway.apis.probes import Probes
 from cohort.services.gateway.apis.responses_api import ResponsesApi
-from cohort.services.gateway.apis.responses_api_kept import KeptResponses
+from cohort.services.gateway.apis.responses_archive import ResponseArchive
 from cohort.services.gateway.apis.tenants import Tenants
 from cohort.services.gateway.apis.token_api import TokenApi
 from cohort.services.gateway.batches.batch_files import folder_of
@@ -57,7 +57,7 @@ from cohort.services.gateway.generation.generator import GatewayHost, Generator
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.traffic_report import REPORT_EVERY_S, TrafficReport
 from cohort.services.gateway.http.connections import Handover, SlowReaders
-from cohort.services.gateway.http.request_bodies import expecting_later, invite_bodies, refuse_other_bodies
+from cohort.services.gateway.http.request_bodies import expecting_later, refuse_other_bodies, send_continue
 from cohort.services.gateway.keys.keyring import Keyring
 from cohort.services.gateway.keys.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.keys.owners import Owners
@@ -116,14 +116,14 @@ class Gateway:
         self.generator = Generator(config.gateway, served, host, self.streams, self._owners)
         self._api = OpenAiApi(self.generator)
         self._messages = MessagesApi(self.generator)
-        self._kept = KeptResponses(config, owner_share=self._owners.share, clock=context.clock)
+        self._kept = ResponseArchive(config, owner_share=self._owners.share, clock=context.clock)
         self._responses = ResponsesApi(self.generator, self._kept)
         endpoints = (*self._api.endpoints, self._responses, self._messages)
         self._resumption = Resumption(
             self.generator, endpoints, self._tenants.lease_of, paths.state_dir(config.state.folder) / "streams.sqlite3"
         )
         if config.gateway.resume_s:
-            self.generator.keeper = self._resumption
+            self.generator.resumable = self._resumption
         self._tokens = TokenApi(config.gateway, served, self.generator.bodies)
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -171,7 +171,7 @@ class Gateway:
                 require_key(self._keyring),
                 *limits,
                 refuse_other_bodies,
-                invite_bodies,
+                send_continue,
             ],
             client_max_size=gateway.max_body_bytes,
         )
@@ -233,7 +233,7 @@ class Gateway:
                     working_off,
                 ]
                 if self.streams.stats.traffic is not None:
-                    background.append(tasks.create_task(self._tell_traffic(self.streams.stats.traffic), name="traffic"))
+                    background.append(tasks.create_task(self._send_traffic(self.streams.stats.traffic), name="traffic"))
                 if self._tls is not None:
                     background.append(tasks.create_task(self._tls.watch(), name="certificate"))
                 try:
@@ -285,10 +285,10 @@ class Gateway:
         for manager, endpoint in self._context.manager_endpoints.items():
             self._context.bus.connect(manager, endpoint)
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
-        self.streams.on_told = self._note_ready
-        self.streams.tell(Tick())
+        self.streams.on_events = self._note_ready
+        self.streams.feed(Tick())
 
-    async def _tell_traffic(self, traffic: TrafficReport) -> NoReturn:
+    async def _send_traffic(self, traffic: TrafficReport) -> NoReturn:
         """Report traffic to the monitor, which the heartbeat has dialled."""
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
@@ -310,17 +310,17 @@ class Gateway:
                 if isinstance(message, ToGateway):
                     events.append(Received(sender, message))
                 elif isinstance(message, Look):
-                    self._show.look(sender, message)
+                    self._show.show(sender, message)
                 else:
                     log.warning("unexpected message", sender=sender, type=type(message).__name__)
                 arrived = bus.take() if updates < _MOST_UPDATES else None
             try:
-                self.streams.tell(*events)
+                self.streams.feed(*events)
             except Exception:
                 # A defect in the handling of one message must not end all streams. An unhandled message counts as lost
                 # on the way; effects decided before it are performed.
                 log.exception("messages failed", types=[type(event.message).__name__ for event in events])
-                self.streams.tell()
+                self.streams.feed()
             if updates >= _MOST_UPDATES:
                 await asyncio.sleep(0)
 
@@ -328,17 +328,17 @@ class Gateway:
         """Wait for running requests; at the deadline they end with an error that clients can read. Where another
         process takes over, requests on open connections are served first."""
         until_s = asyncio.get_running_loop().time() + self._config.drain_s
-        if self._handover.asked or self._config.gateway.processes > 1:
+        if self._handover.requested or self._config.gateway.processes > 1:
             self._site.leave()
-        if self._handover.asked:
-            await self._handover.quiet(self._config.drain_s)
-        self.streams.tell(DrainStarted())
+        if self._handover.requested:
+            await self._handover.wait_idle(self._config.drain_s)
+        self.streams.feed(DrainStarted())
         try:
             async with asyncio.timeout_at(until_s):
                 await self.streams.drained()
         except TimeoutError:
             self._context.log.warning("drain time is over, failing what is left", requests=len(self.streams))
-            self.streams.tell(DrainEnded())
+            self.streams.feed(DrainEnded())
 
     def _note_ready(self) -> None:
         self._context.ready = self._not_ready_because() is None
@@ -401,6 +401,6 @@ async def build(context: ServiceContext) -> None:
     began_s = time.perf_counter()
     card, tokenizer = await asyncio.to_thread(load_model, context.config)
     await asyncio.to_thread(tokenizer.warm)
-    garbage.settle()
+    garbage.freeze_heap()
     context.log.debug("tokenizer loaded", seconds=round(time.perf_counter() - began_s, 3))
     await Gateway(context, card, tokenizer).run()

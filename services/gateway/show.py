@@ -31,7 +31,7 @@ class GatewayShow:
         self._streams = streams
         self._metrics = metrics
 
-    def look(self, sender: InstanceId, asked: Look) -> None:
+    def show(self, sender: InstanceId, asked: Look) -> None:
         """Answer the monitor's request, and no other. A view that cannot be sent is dropped: the next is fresher."""
         if sender != MONITOR:
             return

@@ -100,7 +100,7 @@ async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: F
         settings = planner_settings(config, cores=0 if config.on_gpu else len(os.sched_getaffinity(0)))
         orders = LauncherOrders(context.run_dir, config) if acts else None
     log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
-    return Planner(config, settings, monitor.cluster, clock, log, simulate=foresight.ask, orders=orders)
+    return Planner(config, settings, monitor.cluster, clock, log, simulate=foresight.forecast, orders=orders)
 
 
 def _without_launcher(run_dir: Path) -> bool:

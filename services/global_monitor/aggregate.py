@@ -40,8 +40,8 @@ class Status(enum.StrEnum):
 
 @dataclass(slots=True)
 class Process:
-    """The last known state of one instance. `heard_s`, `since_s`: monotonic, of the last heartbeat and of the last
-    change of status; `restarts` counts incarnations after the first that followed no Farewell."""
+    """The last known state of one instance. `last_heartbeat_s`, `since_s`: monotonic, of the last heartbeat and of the
+    last change of status; `restarts` counts incarnations after the first that followed no Farewell."""
 
     instance: InstanceId
     role: str = ""
@@ -51,7 +51,7 @@ class Process:
     metrics_url: str = ""
     stats: dict[str, float] = field(default_factory=dict)
     status: Status = Status.UP
-    heard_s: float = 0.0
+    last_heartbeat_s: float = 0.0
     since_s: float = 0.0
     restarts: int = 0
     facts: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Process:
     counters: Counters = field(default_factory=Counters)
 
     def age_s(self, now_s: float) -> float:
-        return max(0.0, now_s - self.heard_s)
+        return max(0.0, now_s - self.last_heartbeat_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Cluster:
         self._sampled_s: float | None = None
         self._grown = dict.fromkeys(_COUNTED, 0.0)
 
-    def heard(self, now_s: float, beat: Heartbeat) -> list[Event]:
+    def on_heartbeat(self, now_s: float, beat: Heartbeat) -> list[Event]:
         """Take a heartbeat in; what it changed."""
         process = self.processes.get(beat.instance)
         events: list[Event] = []
@@ -124,13 +124,13 @@ class Cluster:
             process.since_s = now_s
         process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
         process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
-        process.status, process.heard_s = Status.UP, now_s
+        process.status, process.last_heartbeat_s = Status.UP, now_s
         process.facts, process.warnings = dict(beat.facts), list(beat.warnings)
         if process.role == "gateway":
             self._count(now_s, process)
         return self._note(events)
 
-    def left(self, now_s: float, farewell: Farewell) -> list[Event]:
+    def on_farewell(self, now_s: float, farewell: Farewell) -> list[Event]:
         """Take a farewell in; silence from now on is no failure."""
         process = self.processes.get(farewell.instance)
         if process is None or farewell.incarnation != process.incarnation or process.status is Status.LEFT:

@@ -75,17 +75,17 @@ class Exporter:
         self._session = session
         self._log = log
         self._lock = asyncio.Lock()
-        self._kept = b""
+        self._exposition = b""
         self._kept_s = float("-inf")
-        self._complained: set[str] = set()
+        self._warned: set[str] = set()
 
     async def expose(self) -> bytes:
         """Return the joint exposition, at most `_KEEP_S` old."""
         async with self._lock:
             if time.monotonic() - self._kept_s > _KEEP_S:
-                self._kept = await self._collect()
+                self._exposition = await self._collect()
                 self._kept_s = time.monotonic()
-            return self._kept
+            return self._exposition
 
     async def _collect(self) -> bytes:
         targets = [(p.instance, p.metrics_url) for p in self._cluster.up() if p.metrics_url]
@@ -95,7 +95,7 @@ class Exporter:
         own = exposition(self._registry).decode() + _scrape_states(targets, reached)
         merged = merge([(self._instance, own), *sources])
         for instance, lines in merged.skipped.items():
-            self._complain(instance, "metrics_not_merged", lines=lines)
+            self._warn_once(instance, "metrics_not_merged", lines=lines)
         return merged.text.encode()
 
     async def _fetch(self, instance: str, url: str) -> str | None:
@@ -104,24 +104,24 @@ class Exporter:
             # A gateway's certificate is for its clients' names; the address came from the process itself.
             async with self._session.get(url, timeout=timeout, allow_redirects=False, ssl=False) as response:
                 if response.status != 200:
-                    self._complain(instance, "metrics_not_fetched", status=response.status)
+                    self._warn_once(instance, "metrics_not_fetched", status=response.status)
                     return None
                 body = bytearray()
                 async for part in response.content.iter_chunked(1 << 16):
                     body += part
                     if len(body) > _MAX_BYTES:
-                        self._complain(instance, "metrics_not_fetched", error="answer too large")
+                        self._warn_once(instance, "metrics_not_fetched", error="answer too large")
                         return None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            self._complain(instance, "metrics_not_fetched", error=str(error) or type(error).__name__)
+            self._warn_once(instance, "metrics_not_fetched", error=str(error) or type(error).__name__)
             return None
-        self._complained.discard(instance)
+        self._warned.discard(instance)
         return body.decode("utf-8", errors="replace")
 
-    def _complain(self, instance: str, event: str, **details: object) -> None:
+    def _warn_once(self, instance: str, event: str, **details: object) -> None:
         """Warn once per process and failure, not three times a second."""
-        if instance not in self._complained:
-            self._complained.add(instance)
+        if instance not in self._warned:
+            self._warned.add(instance)
             self._log.warning(event, process=instance, **details)
 
 

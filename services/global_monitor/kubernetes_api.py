@@ -108,7 +108,7 @@ class Pod(_Part, frozen=True):
         return max((each.restart_count for each in waits), default=0)
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Description of what holds it up, in Kubernetes' words."""
         status = self.status
         if self.metadata.deletion_timestamp is not None:
@@ -159,21 +159,21 @@ class KubernetesApi:
 
     async def scale(self, name: str) -> Scale:
         """Return the scale of a StatefulSet. This and the next two methods raise `ApiError`."""
-        return await self._ask("get", self._scale(name), f"statefulsets/scale {name}", Scale)
+        return await self._request("get", self._scale(name), f"statefulsets/scale {name}", Scale)
 
     async def set_replicas(self, name: str, replicas: int, version: str, *, dry: bool = False) -> None:
         """Set the replicas; 409 if the StatefulSet has another version. `dry`: only ask whether it would be done."""
         body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
         path = self._scale(name) + ("?dryRun=All" if dry else "")
-        await self._ask("patch", path, f"statefulsets/scale {name}", Scale, body)
+        await self._request("patch", path, f"statefulsets/scale {name}", Scale, body)
 
     async def pod(self, name: str) -> Pod:
-        return await self._ask("get", f"/api/v1/namespaces/{self.namespace}/pods/{name}", f"pods {name}", Pod)
+        return await self._request("get", f"/api/v1/namespaces/{self.namespace}/pods/{name}", f"pods {name}", Pod)
 
     def _scale(self, name: str) -> str:
         return f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/{name}/scale"
 
-    async def _ask(
+    async def _request(
         self, verb: str, path: str, what: str, type_: type[_Answer], body: dict[str, Any] | None = None
     ) -> _Answer:
         try:

@@ -178,7 +178,7 @@ class KubernetesOrders:
     async def _until_ready(self, instance: InstanceId) -> None:
         deadline_s = self._clock.now_s() + self._start_s
         while not self._serves(instance):
-            trouble, hopeless = await self._trouble(instance)
+            trouble, hopeless = await self._problem(instance)
             if self._serves(instance):
                 break
             if hopeless or self._clock.now_s() >= deadline_s:
@@ -186,7 +186,7 @@ class KubernetesOrders:
                 raise ReplicasNotChanged(f"{instance} {within}: {trouble}")
             await asyncio.sleep(self._look_s)
 
-    async def _trouble(self, instance: InstanceId) -> tuple[str, bool]:
+    async def _problem(self, instance: InstanceId) -> tuple[str, bool]:
         """Return what holds the pod up, and whether that is for good."""
         try:
             pod = await self._api.pod(instance)
@@ -194,7 +194,7 @@ class KubernetesOrders:
             if error.status == 404:
                 return "no pod of that name was made (a quota, or an admission rule?)", False
             return f"why, is not known: {error}", False
-        return pod.trouble, pod.crashes >= _CRASHES
+        return pod.problem, pod.crashes >= _CRASHES
 
     async def _until_gone(self, instance: InstanceId, name: str) -> None:
         deadline_s = self._clock.now_s() + self._end_s

@@ -38,12 +38,12 @@ class LauncherOrders:
 
     async def add(self, kind: Kind) -> InstanceId:
         role, degree = kind
-        return (await self._ask(AddWorker(role, degree))).instance
+        return (await self._call(AddWorker(role, degree))).instance
 
     async def drain(self, instance: InstanceId) -> None:
-        await self._ask(DrainWorker(instance))
+        await self._call(DrainWorker(instance))
 
-    async def _ask(self, order: Order) -> Done:
+    async def _call(self, order: Order) -> Done:
         try:
             async with asyncio.timeout(self._longest_s):
                 reader, writer = await asyncio.open_unix_connection(self._socket)

@@ -27,7 +27,7 @@ from cohort.common.views import (
     Row,
     SloTally,
 )
-from cohort.services.global_monitor.looking import RATED, Aged, Looking, draft_counters
+from cohort.services.global_monitor.live_views import RATED, Aged, LiveViews, draft_counters
 from cohort.services.global_monitor.page import ClusterState, ProcessState
 from cohort.services.global_monitor.planner import PlannerState
 
@@ -103,7 +103,7 @@ class LiveState(msgspec.Struct, frozen=True):
     decisions: list[LiveDecision]
 
 
-def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId, now_s: float = 0.0) -> LiveState:
+def live_state(cluster: ClusterState, looking: LiveViews, request_id: RequestId, now_s: float = 0.0) -> LiveState:
     """Return the live page's state. `cluster` as in `/api/state`; `now_s` dates a planner's decisions."""
     shown = cluster.processes[:MOST_PROCESSES]
     requests = sorted(
@@ -145,7 +145,7 @@ def _bounded(cluster: ClusterState) -> ClusterState:
     )
 
 
-def _process(process: ProcessState, index: int, looking: Looking) -> LiveProcess:
+def _process(process: ProcessState, index: int, looking: LiveViews) -> LiveProcess:
     stats = process.stats
     if index >= MOST_WITH_STATS:
         stats = {name: stats[name] for name in _PICTURED if name in stats}
@@ -154,7 +154,7 @@ def _process(process: ProcessState, index: int, looking: Looking) -> LiveProcess
     return LiveProcess(msgspec.structs.replace(process, stats=rounded), rates)
 
 
-def _workers(looking: Looking) -> list[LiveWorker]:
+def _workers(looking: LiveViews) -> list[LiveWorker]:
     views = looking.fresh(WorkerView)
     rows = max(_LEAST_ROWS, _ALL_ROWS // max(1, len(views)))
     meter = looking.view_meter
@@ -174,7 +174,7 @@ def _workers(looking: Looking) -> list[LiveWorker]:
     ]
 
 
-def _drafts(instance: str, tally: DraftTally, looking: Looking) -> LiveDrafts:
+def _drafts(instance: str, tally: DraftTally, looking: LiveViews) -> LiveDrafts:
     since_start = tuple(draft_counters(tally).values())
     rates = [looking.view_meter.rate(instance, name) for name in draft_counters(tally)]
     known = [rate for rate in rates if rate is not None]
@@ -190,7 +190,7 @@ def _older(brief: RequestBrief, by_s: float) -> RequestBrief:
     return msgspec.structs.replace(brief, age_s=round(brief.age_s + by_s, 3), ended_s=ended_s)
 
 
-def _tallies(looking: Looking) -> list[SloTally]:
+def _tallies(looking: LiveViews) -> list[SloTally]:
     """Return the SLO tallies of all gateways together."""
     sums: dict[tuple[str, str, str], SloTally] = {}
     for _, view in looking.fresh(GatewayView):
@@ -227,7 +227,7 @@ def planned(planner: PlannerState | None, now_s: float) -> list[LiveDecision]:
     return rows
 
 
-def _decisions(looking: Looking, planned: Iterable[LiveDecision] = ()) -> list[LiveDecision]:
+def _decisions(looking: LiveViews, planned: Iterable[LiveDecision] = ()) -> list[LiveDecision]:
     """Return the latest decisions first. The many ordinary placements are kept apart where they are made."""
     views: list[Aged[ManagerView] | Aged[WorkerView]] = [*looking.fresh(ManagerView), *looking.fresh(WorkerView)]
     found = [

@@ -95,13 +95,13 @@ class Planner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def tick(self) -> None:
-        self._tell(Workers(*present(self._config, self._cluster)), Tick())
+        self._feed(Workers(*present(self._config, self._cluster)), Tick())
         if self._waited_for != self.waits_for:
             self._waited_for = self.waits_for
             self._log.info("planner_waits" if self._waited_for else "planner_begins", what=self._waited_for or None)
 
-    def heard(self, message: RequestTraffic) -> None:
-        self._tell(Traffic(message.instance, message.incarnation, message.records))
+    def on_traffic(self, message: RequestTraffic) -> None:
+        self._feed(Traffic(message.instance, message.incarnation, message.records))
 
     @property
     def waits_for(self) -> str:
@@ -119,7 +119,7 @@ class Planner:
 
     # -- what the machine wants ------------------------------------------------------------------------------------
 
-    def _tell(self, *events: PlannerEvent) -> None:
+    def _feed(self, *events: PlannerEvent) -> None:
         for effect in self.machine.handle(self._clock.now_s(), *events):
             match effect:
                 case Evaluate(job=job):
@@ -140,7 +140,7 @@ class Planner:
         answer = await self._simulate(job)
         if answer.failure:
             self._log.warning("planner_simulation_failed", reason=answer.failure)
-        self._tell(Evaluated(answer))
+        self._feed(Evaluated(answer))
 
     async def _apply(self, before: Shape, after: Shape) -> None:
         failure = ""
@@ -151,7 +151,7 @@ class Planner:
         except Exception as error:  # the machine must hear of an end, whatever it is
             self._log.exception("planner_change_failed")
             failure = f"{type(error).__name__}: {error}"
-        self._tell(Applied(failure))
+        self._feed(Applied(failure))
 
     async def _change(self, before: Shape, after: Shape) -> None:
         """Add workers before others go, so that capacity does not fall in between; on GPUs, whose shares are all taken,
@@ -283,7 +283,7 @@ class ForesightProcess:
         with contextlib.suppress(OSError):
             await self._started()
 
-    async def ask(self, job: Job) -> Answer:
+    async def forecast(self, job: Job) -> Answer:
         """Run a job, one at a time. Returns `Answer.failure` if the process ended."""
         try:
             process = await self._started()

@@ -27,7 +27,7 @@ from cohort.common.views import MOST_ID
 from cohort.services.global_monitor.aggregate import HISTORY_S
 from cohort.services.global_monitor.exporter import Exporter
 from cohort.services.global_monitor.live import LiveState
-from cohort.services.global_monitor.looking import Looking, TooManyViewers
+from cohort.services.global_monitor.live_views import LiveViews, TooManyViewers
 from cohort.services.global_monitor.page import ClusterState
 
 _FOLDER = Path(__file__).parent / "static"
@@ -41,11 +41,11 @@ class LiveFeed:
     """Feed of the live page: server-sent events, one `LiveState` a second as JSON.
 
     `?request=ID` chooses the request whose life the page shows. Processes are asked for their views while a connection
-    is open (`looking.py`). A slow reader misses updates and gets the latest state next; one that takes nothing is let
-    go.
+    is open (`live_views.py`). A slow reader misses updates and gets the latest state next; one that takes nothing is
+    let go.
     """
 
-    def __init__(self, looking: Looking, read: Callable[[RequestId], LiveState]) -> None:
+    def __init__(self, looking: LiveViews, read: Callable[[RequestId], LiveState]) -> None:
         self._looking = looking
         self._read = read
         self._encode = msgspec.json.Encoder().encode
@@ -61,10 +61,10 @@ class LiveFeed:
                 await response.prepare(request)
                 await asyncio.sleep(_FIRST_S)
                 while True:
-                    viewer.news.clear()
+                    viewer.updated.clear()
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
                         await response.write(b"data: " + self._encode(self._read(chosen)) + b"\n\n")
-                    await viewer.news.wait()
+                    await viewer.updated.wait()
         except TooManyViewers:
             raise web.HTTPServiceUnavailable(text="too many pages are open\n", headers={"Retry-After": "10"}) from None
         except (TimeoutError, ConnectionError):

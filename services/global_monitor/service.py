@@ -22,7 +22,7 @@ from cohort.common.transport.bus import Bus
 from cohort.common.types import InstanceId, RequestId
 from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.live import LiveState, live_state
-from cohort.services.global_monitor.looking import Looking
+from cohort.services.global_monitor.live_views import LiveViews
 from cohort.services.global_monitor.page import ClusterState, state
 from cohort.services.global_monitor.planner import Planner, planner_state
 
@@ -55,7 +55,7 @@ class GlobalMonitor:
         self._instance = instance
         self._incarnation = incarnation
         self._started_s = clock.now_s()
-        self.looking = Looking(self.cluster, clock.now_s, self._ask)
+        self.looking = LiveViews(self.cluster, clock.now_s, self._ask)
         self._managers = tuple(manager_endpoints)
         for manager, endpoint in manager_endpoints.items():
             bus.connect(manager, endpoint)
@@ -72,14 +72,14 @@ class GlobalMonitor:
                 ):
                     self._log.warning("message_of_another_dropped", peer=sender, named=message.instance)
                 case Heartbeat():
-                    self._report(self.cluster.heard(self._clock.now_s(), message))
+                    self._report(self.cluster.on_heartbeat(self._clock.now_s(), message))
                 case Farewell():
-                    self._report(self.cluster.left(self._clock.now_s(), message))
+                    self._report(self.cluster.on_farewell(self._clock.now_s(), message))
                 case RequestTraffic():
                     if self.planner is not None:
-                        self.planner.heard(message)
+                        self.planner.on_traffic(message)
                 case GatewayView() | ManagerView() | WorkerView():
-                    self.looking.heard(message)
+                    self.looking.on_view(message)
                 case _:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 
@@ -93,7 +93,7 @@ class GlobalMonitor:
         now_s = self._clock.now_s()
         # The monitor is a process of the pipeline too.
         own = Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats())
-        self._report(self.cluster.heard(now_s, own))
+        self._report(self.cluster.on_heartbeat(now_s, own))
         self._report(self.cluster.tick(now_s))
         stats = self.cluster.stats_for_manager()
         for manager in self._managers:

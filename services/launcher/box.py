@@ -15,7 +15,7 @@ import msgspec
 from cohort.common.config import Config
 from cohort.common.devices import host_memory
 from cohort.common.devices.degrees import settle_degrees
-from cohort.common.devices.division import left_open, settle
+from cohort.common.devices.division import left_open, resolve_division
 from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
 from cohort.common.devices.inventory import Gpu
 from cohort.common.engine.config.model_config import read_geometry
@@ -34,10 +34,10 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
         memories = [gpu.memory_bytes for gpu in gpus] if config.on_gpu else []
         config = settle_degrees(config, model, read_geometry(model), memories)
     if not config.on_gpu:
-        return settle(config, 0)
+        return resolve_division(config, 0)
     if not workers_given:
         config = left_open(config)
-    return settle(config, len(_fitting(config, gpus, model)) if gpus else 0)
+    return resolve_division(config, len(_fitting(config, gpus, model)) if gpus else 0)
 
 
 def check_host(config: Config, model: Path) -> None:
@@ -51,7 +51,7 @@ def check_host(config: Config, model: Path) -> None:
     check_host_fit(config, model.name, wanted, host_memory.available_bytes(), workers)
 
 
-def check_newcomer(config: Config, instance: InstanceId) -> None:
+def check_added_worker(config: Config, instance: InstanceId) -> None:
     """Check that one worker more fits the memory that the others on this machine have left."""
     alone = msgspec.structs.replace(config.worker_group(instance), count=1)
     check_host(msgspec.structs.replace(config, workers=(alone,)), Path(config.model.path))
@@ -87,7 +87,7 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
             fitting.append(gpu)
     if refusal is not None and not fitting:
         raise refusal
-    sharers = settle(config, len(fitting)).engine.workers_per_gpu
+    sharers = resolve_division(config, len(fitting)).engine.workers_per_gpu
     smallest = fitting[0]
     check_fit(config, model.name, wanted, smallest.name, smallest.memory_bytes, sharers)
     return fitting

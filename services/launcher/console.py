@@ -78,7 +78,7 @@ class Console:
     def remove(self, instance: str) -> None:
         self._lines.pop(instance, None)
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """Leave the table as it is; from now on changes are lines."""
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
@@ -107,9 +107,9 @@ class Console:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         elif changed:
-            self.say(self._as_text(line))
+            self.print_line(self._as_text(line))
 
-    def say(self, text: str, *, style: str = "") -> None:
+    def print_line(self, text: str, *, style: str = "") -> None:
         body = escape(text)
         self._rich.print(f"[{style}]{body}[/{style}]" if style else body)
         if self._listener is not None:
@@ -119,7 +119,7 @@ class Console:
         """Show a line of a process's log if it is a warning or worse, or reports how far weights are read."""
         text = readable_warning(raw)
         if text:
-            self.say(f"{instance}: {text}", style="yellow")
+            self.print_line(f"{instance}: {text}", style="yellow")
         elif (loading := read_loading(raw)) is not None:
             self._show_loading(self._lines[instance], *loading)
 
@@ -133,7 +133,7 @@ class Console:
             self._live.update(self._table(), refresh=True)
         elif tenth or not line.shown_percent:
             line.shown_percent = max(1, percent)
-            self.say(self._as_text(line))
+            self.print_line(self._as_text(line))
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)

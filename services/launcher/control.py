@@ -102,13 +102,13 @@ def stop(files: RunFiles, port: int) -> int:
     longest = f"up to {state.stop_timeout_s:.0f} s if requests are running"
     sys.stdout.write(f"stopping {state.name} on port {port} ({longest})\n")
     sys.stdout.flush()
-    if state.launcher.wait_gone(state.stop_timeout_s):
+    if state.launcher.wait_ended(state.stop_timeout_s):
         sys.stdout.write("stopped\n")
         return 0
     sys.stderr.write("it did not end in time; killing it\n")
     state.launcher.send(signal.SIGKILL)
     for mark in (state.launcher, *state.processes.values()):  # the processes die with their launcher
-        mark.wait_gone(KILLED_TIMEOUT_S)
+        mark.wait_ended(KILLED_TIMEOUT_S)
     return 1
 
 
@@ -126,7 +126,7 @@ def status(files: RunFiles, port: int) -> int:
         number = int(url.rpartition(":")[2].partition("/")[0])
         lines.append(Line(instance, number, files.log_file(instance), now, mark.pid if mark else 0, node=node))
     console = Console(lines)
-    console.say(f"{state.name} on {state.url}, launcher pid {state.launcher.pid}")
+    console.print_line(f"{state.name} on {state.url}, launcher pid {state.launcher.pid}")
     console.show()
     return 0 if all(line.state is State.READY for line in lines) else 1
 
@@ -139,7 +139,7 @@ def restart(files: RunFiles, port: int, instances: Sequence[str]) -> int:
     if why := _no_restart(state, instances):
         sys.stderr.write(f"{why}\n")
         return 1
-    files.want_restart(list(instances))
+    files.request_restart(list(instances))
     if running(files, port, signal.SIGUSR1) is None:
         return EXIT_NOT_RUNNING
     return _follow_restart(files, state)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from cohort.common.config import Config, dump_config
 from cohort.common.http import listeners
 from cohort.common.types import InstanceId
-from cohort.services.launcher.box import check_newcomer
+from cohort.services.launcher.box import check_added_worker
 from cohort.services.launcher.hosts import Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.child import Child
@@ -76,7 +76,7 @@ class Here:
 
     def check(self, config: Config, instance: InstanceId) -> None:
         """Check the worker against the memory that the others have left."""
-        check_newcomer(config, instance)
+        check_added_worker(config, instance)
 
     def configure(self, config: Config) -> None:
         self._files.write_config(dump_config(config))

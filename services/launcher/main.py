@@ -37,7 +37,7 @@ from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
-from cohort.services.launcher.worker_desk import WorkerDesk
+from cohort.services.launcher.worker_orders import WorkerOrders
 
 if TYPE_CHECKING:
     from cohort.services.launcher.on_ray.cluster import Cluster
@@ -200,28 +200,28 @@ async def _supervise(
         )
 
     def ready() -> None:
-        console.settle()
-        console.say(ready_text(config))
+        console.freeze()
+        console.print_line(ready_text(config))
         starter.ready()
 
     pipeline = Pipeline(files, console, record)
     hosts = hosts_of(pipeline)
     supervisor = Supervisor(pipeline, hosts, plans)
     acts = config.planner.mode == "act"  # then the monitor refuses to plan where there is nothing to order from
-    desk = WorkerDesk(config, supervisor, hosts).listening(files.folder) if acts else contextlib.nullcontext()
+    desk = WorkerOrders(config, supervisor, hosts).listening(files.folder) if acts else contextlib.nullcontext()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop)
     loop.add_signal_handler(signal.SIGUSR1, supervisor.request_restart)
     record()
     if box:
-        console.say(box)
+        console.print_line(box)
     console.start()
     try:
         async with desk:
             return await supervisor.run(ready)
     finally:
-        console.settle()
+        console.freeze()
 
 
 def _stop_timeout_s(plans: Sequence[ProcessPlan]) -> float:

@@ -27,7 +27,7 @@ class RollingRestart:
     def __init__(self, pipeline: Pipeline) -> None:
         self._processes, self._stopping = pipeline.processes, pipeline.stopping
         self._console, self._on_change = pipeline.console, pipeline.on_change
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self.state = RestartState(0, [], [])
 
     def request(self, instances: Sequence[str]) -> None:
@@ -39,14 +39,14 @@ class RollingRestart:
         ]
         left = [name for name in ordered if not instances or name in instances]
         self.state = RestartState(self.state.number + 1, [], left)
-        self._asked.set()
+        self._requested.set()
         self._on_change()
 
     async def run(self) -> None:
         """Perform requested restarts until cancelled."""
         while True:
-            await self._asked.wait()
-            self._asked.clear()
+            await self._requested.wait()
+            self._requested.clear()
             await self._restart_all()
 
     async def _restart_all(self) -> None:
@@ -56,7 +56,7 @@ class RollingRestart:
             failure = await self._restart(by_name[name])
             done, left = self.state.done, self.state.left
             if failure:
-                self._console.say(f"the rolling restart has stopped: {failure}", style="red")
+                self._console.print_line(f"the rolling restart has stopped: {failure}", style="red")
                 self.state = RestartState(self.state.number, done, left, failure)
             else:
                 self.state = RestartState(self.state.number, [*done, name], left[1:])
@@ -76,7 +76,7 @@ class RollingRestart:
             async with asyncio.timeout(plan.stop_timeout_s):
                 await child.wait()
         except TimeoutError:
-            self._console.say(f"{plan.instance} did not end in time; killed", style="red")
+            self._console.print_line(f"{plan.instance} did not end in time; killed", style="red")
             child.kill()
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):

@@ -67,7 +67,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
             os.close(fd)
         return True
 
-    def wait_gone(self, timeout_s: float) -> bool:
+    def wait_ended(self, timeout_s: float) -> bool:
         """Wait for its end; return whether it ended. Also works for processes that are not our children."""
         try:
             fd = os.pidfd_open(self.pid)
@@ -169,7 +169,7 @@ class RunFiles:
     def write_state(self, state: LauncherState) -> None:
         self._write(self._state_file, msgspec.json.encode(state))
 
-    def want_restart(self, instances: list[str]) -> None:
+    def request_restart(self, instances: list[str]) -> None:
         """Write which processes the next rolling restart is for, before the launcher is signalled."""
         self._write(self._wanted_file, msgspec.json.encode(instances))
 
@@ -216,9 +216,9 @@ class RunFiles:
         if state is not None:
             deadline_s = time.monotonic() + 3.0
             for mark in state.processes.values():
-                if not mark.wait_gone(deadline_s - time.monotonic()):
+                if not mark.wait_ended(deadline_s - time.monotonic()):
                     mark.send(signal.SIGKILL)
-                    mark.wait_gone(3.0)
+                    mark.wait_ended(3.0)
             self._state_file.unlink(missing_ok=True)
         self._remove_sockets()
 

@@ -80,7 +80,7 @@ class Supervisor:
     def request_restart(self) -> None:
         """Restart the processes that the run folder names, or all, one after the other."""
         if self._hosts.no_restart:
-            self._console.say(self._hosts.no_restart, style="yellow")
+            self._console.print_line(self._hosts.no_restart, style="yellow")
             return
         if not self.restart.running:
             self._hosts.renew()
@@ -100,7 +100,7 @@ class Supervisor:
             self._hosts.ask_for(self._processes)
             async with asyncio.TaskGroup() as self._tasks:
                 for process in self._processes:
-                    process.task = self._tasks.create_task(self._guarded(self._keep(process)))
+                    process.task = self._tasks.create_task(self._guarded(self._supervise(process)))
                 watching = (self._announce(on_ready), self._watch_logs(), self._rolling.run())
                 helpers = [self._tasks.create_task(self._guarded(work)) for work in watching]
                 await self._stopping.wait()
@@ -142,7 +142,7 @@ class Supervisor:
         except CohortError:
             self._forget(process)
             raise
-        process.task = self._tasks.create_task(self._guarded(self._keep(process)))
+        process.task = self._tasks.create_task(self._guarded(self._supervise(process)))
         await wait_any((process.ready, process.done, self._stopping), timeout_s)
         if self._stopping.is_set():
             raise RunFilesError("the pipeline is stopping")  # and ends it with the others
@@ -178,7 +178,7 @@ class Supervisor:
 
     # -- keeping one process running -----------------------------------------------------------------------------
 
-    async def _keep(self, process: Supervised) -> None:
+    async def _supervise(self, process: Supervised) -> None:
         try:
             while not self._ends(process):
                 delay_s = await self._run_once(process)
@@ -219,7 +219,7 @@ class Supervisor:
             self._console.update(name, State.RESTARTING, note="(asked to)")
             self._on_change()
             return 0.0
-        match process.policy.ended(time.monotonic(), code, relieved=self._is_relieved(process)):
+        match process.policy.ended(time.monotonic(), code, relieved=self._is_replaced(process)):
             case GiveUp(reason):
                 self._give_up(process, reason)
                 return None
@@ -245,7 +245,7 @@ class Supervisor:
             probe.cancel()
             process.ready.clear()
 
-    def _is_relieved(self, process: Supervised) -> bool:
+    def _is_replaced(self, process: Supervised) -> bool:
         """Return whether another worker takes over this one's requests."""
         others = [other for other in self._processes if other is not process and other.ready.is_set()]
         return process.plan.stage is StopStage.WORKERS and any(o.plan.stage is StopStage.WORKERS for o in others)
@@ -274,10 +274,10 @@ class Supervisor:
 
     def _show_failure(self, instance: str) -> None:
         """Print why the pipeline is given up, and the end of the process's log; the gist of both is the cause."""
-        self._console.settle()
-        self._console.say(f"{self.failure}; the end of {self._files.log_file(instance)}:", style="red")
+        self._console.freeze()
+        self._console.print_line(f"{self.failure}; the end of {self._files.log_file(instance)}:", style="red")
         for line in self._files.log_tail(instance, TAIL_LINES):
-            self._console.say(f"  {line}")
+            self._console.print_line(f"  {line}")
             if (said := readable_warning(line)).startswith(("error: ", "critical: ")):
                 self._cause = f"{instance}: {said.partition(': ')[2]}"
 
@@ -303,14 +303,14 @@ class Supervisor:
     # -- ending ---------------------------------------------------------------------------------------------------
 
     async def _stop_all(self) -> None:
-        self._console.settle()
+        self._console.freeze()
         if not self.failure:
-            self._console.say("draining: running requests finish; Ctrl-C again ends at once")
+            self._console.print_line("draining: running requests finish; Ctrl-C again ends at once")
         for stage in StopStage:
             group = [process for process in self._processes if process.plan.stage is stage]
             await self._stop([process for process in group if not process.done.is_set()])
         if self.failure:
-            self._console.say(f"given up: {self._cause}", style="red")
+            self._console.print_line(f"given up: {self._cause}", style="red")
 
     async def _stop(self, group: Sequence[Supervised]) -> None:
         for process in group:
@@ -333,7 +333,7 @@ class Supervisor:
     def _kill(self, process: Supervised) -> None:
         if process.child is not None and process.child.running:
             if not self._kill_now.is_set():
-                self._console.say(f"{process.plan.instance} did not end in time; killed", style="red")
+                self._console.print_line(f"{process.plan.instance} did not end in time; killed", style="red")
             process.killed = True
             process.child.kill()
 

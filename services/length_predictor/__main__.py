@@ -21,7 +21,7 @@ async def build(context: ServiceContext) -> None:
         running = [
             tasks.create_task(service.serve(), name="serve"),
             tasks.create_task(service.child.run(), name="training child"),
-            tasks.create_task(service.second.keep(service.pace.save_every_s), name="refinement"),
+            tasks.create_task(service.second.save_periodically(service.pace.save_every_s), name="refinement"),
         ]
         context.ready = True
         await context.stopping.wait()

@@ -30,7 +30,7 @@ from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.features import FeatureVector, extract
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
-from cohort.services.length_predictor.second_opinion import SecondOpinions
+from cohort.services.length_predictor.prediction_revisions import PredictionRevisions
 from cohort.services.length_predictor.trainer import NEVER, USUAL, TrainingChild
 from cohort.services.length_predictor.training_wire import TrainingPace
 
@@ -62,7 +62,7 @@ class LengthPredictor:
         self.tracing: Tracing | None = None
         self.pace = pace if config.predictor.learns else NEVER
         self.child = TrainingChild(self.pace, state_file(config), log, self._take_model)
-        self.second = SecondOpinions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
+        self.second = PredictionRevisions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
         self._answered = Counter(
             "cohort_predictor_predictions", "Predictions answered, by source.", ["source"], registry=registry
         )
@@ -109,7 +109,7 @@ class LengthPredictor:
             match message:
                 case PredictLength():
                     answer = self._answer(message)
-                    self.second.asked(message.request_id, answer.prediction, message.facts.max_tokens)
+                    self.second.on_predicted(message.request_id, answer.prediction, message.facts.max_tokens)
                     try:
                         self._bus.send(sender, answer)
                     except PeerUnreachable:
@@ -118,7 +118,7 @@ class LengthPredictor:
                     self.observe(message.facts, message.output_tokens, message.truncated)
                     self.second.finished(message.request_id, message.output_tokens, message.truncated)
                 case PromptState():
-                    self.second.state_came(message)
+                    self.second.on_prompt_state(message)
                 case _:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 

@@ -55,7 +55,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         raise ConfigError("--planner compares shapes of its own: give neither --sweep nor --capacity")
     console = _console(quiet=options.json == "-")
     named = values if what == "cluster" else [options.cluster]
-    warn_of_old_profiles([cluster_of(options, name) for name in named], _tell)
+    warn_of_old_profiles([cluster_of(options, name) for name in named], _print)
     if options.capacity is not None:
         return _capacity(options, console)
     if options.planner:
@@ -118,18 +118,18 @@ def _planned(options: argparse.Namespace) -> DayReport:
         raise ConfigError(f"--planner: {start} is not within section planner's bounds; name another with --roles")
     workload = traffic_of(options).workload(options.rate)
     day = Day(config, cluster, load_model(options.model), workload, settings, options.seed)
-    return planned_day(day, start, start_s=options.worker_start, progress=_tell)
+    return planned_day(day, start, start_s=options.worker_start, progress=_print)
 
 
 def _judge_by_usual_slo(options: argparse.Namespace) -> None:
     if not options.slo:
         options.slo = _USUAL_SLO
-        _tell(f"no --slo: judged by the gateway's defaults for real-time requests, {_USUAL_SLO}")
+        _print(f"no --slo: judged by the gateway's defaults for real-time requests, {_USUAL_SLO}")
 
 
 def run_advise(options: argparse.Namespace) -> int:
     console = _console(quiet=options.json == "-")
-    warn_of_old_profiles([cluster_of(options, options.cluster)], _tell)
+    warn_of_old_profiles([cluster_of(options, options.cluster)], _print)
     _judge_by_usual_slo(options)
     presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
     traffic = traffic_of(options, count=options.count or options.requests)
@@ -140,7 +140,7 @@ def run_advise(options: argparse.Namespace) -> int:
         load_model(options.model),
         traffic,
         simulation_options(options),
-        lambda label: _tell(f"trying {label}"),
+        lambda label: _print(f"trying {label}"),
     )
     render.print_head(advice.best.report, console)
     shown = len(advice.trials) if options.all else _ADVICE_ROWS
@@ -171,9 +171,9 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
     )
     others = list(comparison.read_results(Path(options.against)).values()) if options.against else []
     if not options.live:
-        warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
+        warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _print)
     file = Path(options.results) if options.results else None
-    results = comparison.run(asked, file, options.jobs, _tell, live or measure)
+    results = comparison.run(asked, file, options.jobs, _print, live or measure)
     found = comparison_tables.Comparison(spec.description, comparison.rows(results))
     page = comparison_tables.columns(results, others) if options.live or others else ""
     if "-" not in (options.json, options.markdown):
@@ -211,7 +211,7 @@ def run_reproduce(options: argparse.Namespace) -> int:
         figures = [figure for figure in figures if figure.id in lacking]
     results = reproduce.reproduce(
         figures,
-        _tell,
+        _print,
         range(options.seeds),
         results=Path(options.results) if options.results else None,
         jobs=options.jobs,
@@ -261,7 +261,7 @@ def _number(option: str, text: str) -> float:
         raise ConfigError(f"{option}: {text!r} is not a number") from None
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 

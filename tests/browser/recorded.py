@@ -36,7 +36,7 @@ from cohort.common.views import (
     WorkerTimes,
 )
 from cohort.services.global_monitor.live import LiveState, live_state
-from cohort.services.global_monitor.looking import LOOK_S
+from cohort.services.global_monitor.live_views import POLL_S
 from cohort.services.global_monitor.planner import PlannerState
 from cohort.services.global_monitor.server import LiveFeed, application
 from cohort.services.global_monitor.service import GlobalMonitor
@@ -143,7 +143,7 @@ class Recorded:
             self.looks += 1
             view = view_of(peer, message, self.many)
             if view is not None:
-                asyncio.get_running_loop().call_soon(self.monitor.looking.heard, view)
+                asyncio.get_running_loop().call_soon(self.monitor.looking.on_view, view)
 
     def live(self, request_id: str) -> LiveState:
         """As the monitor has it, with what a planner of its own would tell."""
@@ -171,7 +171,7 @@ class Recorded:
             url = "javascript:alert(1)" if name == "gateway" else ""
             warnings = [f"GPU 0 is there and unused {MARKUP}"] if name == "decode-0" else []
             beat = Heartbeat(name, role, 1, 1, name != "predictor", url, stats, {}, warnings)
-            self.monitor.cluster.heard(SystemClock().now_s(), beat)
+            self.monitor.cluster.on_heartbeat(SystemClock().now_s(), beat)
 
 
 @asynccontextmanager
@@ -195,7 +195,7 @@ async def served(recorded: Recorded) -> AsyncIterator[str]:
             recorded.beat(serial)
             monitor.tick()
             monitor.looking.round()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     living = asyncio.create_task(live())
     server = TestServer(app)

@@ -18,7 +18,7 @@ from cohort.common.config import Config, EndpointsConfig, ManagerConfig, Securit
 from cohort.common.errors import ConfigError
 from cohort.common.http.ports import free_port
 from cohort.common.messages import Address
-from cohort.common.seeds import KnownAddresses, seeds_of, seek, wanted_by, with_own_inbox
+from cohort.common.seeds import KnownAddresses, discover, seeds_of, wanted_by, with_own_inbox
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 
@@ -75,7 +75,7 @@ class Process:
         bus = ZmqBus(self.instance, bind, keys, advertise="tcp://127.0.0.1:0")
         self.endpoint = bus.endpoint
         try:
-            async with seek(config, self.role, self.run_dir, bus) as located:
+            async with discover(config, self.role, self.run_dir, bus) as located:
                 following = asyncio.create_task(follow_book(self.run_dir, self._dial))
                 yield located
                 following.cancel()

@@ -12,7 +12,7 @@ import yaml
 
 from cohort.common.config import Config, load_config
 from cohort.common.devices.gpu_locks import DeviceClaims, Held
-from cohort.common.engine.worker.devices import wish_for
+from cohort.common.engine.worker.devices import share_request
 from cohort.common.types import Role
 from tests.common.devices.fakes import gpus
 from tests.containers import ENTRYPOINT, SERVICES
@@ -50,7 +50,7 @@ def started(folder: Path, visible: int, *, services: list[str], **environment: s
         program, instance, config = container(folder, service, f"host{number}", **environment)
         assert program in ("cohort.services.prefill_worker", "cohort.services.decode_worker")
         default = Role.DECODE if program.endswith("decode_worker") else Role.PREFILL
-        found.append(claims.take(gpus(visible), wish_for(config, instance, default, visible)))
+        found.append(claims.take(gpus(visible), share_request(config, instance, default, visible)))
     return found
 
 

@@ -93,7 +93,7 @@ class Crowd:
             return False
         self.open.append(answering)
         for entry in answering.generation.entries:  # placed: nothing waits when the next one comes
-            self._streams.tell(Received("manager", Placed(entry.attempt, ["w"], 0.0, "")))
+            self._streams.feed(Received("manager", Placed(entry.attempt, ["w"], 0.0, "")))
         return True
 
     def grow(self, answering: Answering) -> None:
@@ -115,7 +115,7 @@ class Crowd:
                 )
                 first = False
                 message = codec.decode(codec.encode(TokenBatch("w", [update])))
-                self._streams.tell(Received("w", message))
+                self._streams.feed(Received("w", message))
 
 
 def score(top: int) -> TokenLogprob:

@@ -25,7 +25,7 @@ from cohort.services.gateway.front_page import CHAT_PATH
 from cohort.services.global_monitor import server as live_page
 from cohort.services.global_monitor.aggregate import Cluster
 from cohort.services.global_monitor.live import live_state
-from cohort.services.global_monitor.looking import Looking
+from cohort.services.global_monitor.live_views import LiveViews
 from cohort.services.global_monitor.page import ClusterState
 from cohort.services.global_monitor.server import LiveFeed
 from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site, site  # noqa: F401
@@ -182,7 +182,7 @@ async def page() -> AsyncIterator[TestClient[web.Request, web.Application]]:
         return ClusterState("n", "m", 0.0, [], [], 0.0, 0.0, 0.0, 0.0, [], {})
 
     guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
-    looking = Looking(Cluster(silence_s=3.0, history_s=9.0), lambda: 0.0, lambda peer, message: None)
+    looking = LiveViews(Cluster(silence_s=3.0, history_s=9.0), lambda: 0.0, lambda peer, message: None)
     feed = LiveFeed(looking, lambda request_id: live_state(state(0.0), looking, request_id))
     app = live_page.application(
         _NoExporter(),  # type: ignore[arg-type]

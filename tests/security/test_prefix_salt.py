@@ -149,7 +149,7 @@ def test_kv_that_moves_between_workers_keeps_its_salt(salts_of: tuple[str, str],
         world.owned[name] = Owned(prompt, 6, list(prompt), submitted_s=world.now_s)
         sampling = SamplingParams(max_tokens=6, stop_token_ids=(STOP_TOKEN,))
         request = Request(Attempt(name, 0), GATEWAY, prompt, len(prompt), sampling, world.now_s, prefix_salt=salt)
-        world.cluster.tell(world.cluster.nodes[GATEWAY], Offered(name, [request]))
+        world.cluster.feed(world.cluster.nodes[GATEWAY], Offered(name, [request]))
         world.run_until_quiet()
     world.check_outputs()
     hits = {name: node.worker.kv.metrics()["prefix_hits_total"] for name, node in world.workers.items()}

@@ -332,9 +332,9 @@ def test_a_long_history_costs_a_step_one_token() -> None:
     inputs = SamplingInputs.of(SamplingParams(max_tokens=1, presence_penalty=1.0), list(range(4000)))
     assert inputs is not None and inputs.history is not None
     history = inputs.history
-    first = lines_run(lambda: history.catch_up([5]))
+    first = lines_run(lambda: history.extend([5]))
     for token in range(3000):
-        history.catch_up([token % 700])
-    assert lines_run(lambda: history.catch_up([5])) <= first
-    said, counts = history.said
+        history.extend([token % 700])
+    assert lines_run(lambda: history.extend([5])) <= first
+    said, counts = history.output_counts
     assert counts.sum() == 3002 and np.unique(said).size == said.size == 700

@@ -18,7 +18,7 @@ import torch
 
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.device.streams import Stream, stream_for
-from cohort.common.policies.kv_interface import KvCopy, goes_beside
+from cohort.common.policies.kv_interface import KvCopy, can_overlap
 
 
 class KvCopier:
@@ -37,7 +37,7 @@ class KvCopier:
         """Make the copies that come first on entry, the concurrent ones until exit."""
         beside = list[KvCopy]()
         for copy in copies:
-            if copy.beside:
+            if copy.concurrent:
                 beside.append(copy)
             else:
                 self._perform(copy)
@@ -94,9 +94,9 @@ class StreamCopier:
         self._copies.after(self._compute.mark())
         staged: list[tuple[KvCopy, torch.Tensor]] = []
         try:
-            stages = goes_beside(copies, self._kv.geometry)
+            stages = can_overlap(copies, self._kv.geometry)
             for copy in copies:
-                if copy.beside:
+                if copy.concurrent:
                     continue
                 if stages and copy.device:
                     staged.append((copy, self._staged(copy)))
@@ -105,7 +105,7 @@ class StreamCopier:
             self._compute.after(self._copies.mark())
             self._send_all(staged)
             for copy in copies:
-                if copy.beside:
+                if copy.concurrent:
                     self._launch(copy)
             yield
         finally:

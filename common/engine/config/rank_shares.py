@@ -77,7 +77,7 @@ class Columns:
         """The number of groups, of which the last may have fewer columns."""
         return -(-self.count // self.together)
 
-    def hindrance(self, degree: int) -> str:
+    def why_not_divisible(self, degree: int) -> str:
         """Return why they cannot be divided over `degree` ranks; "" where they can."""
         if self.together == 1:
             return f"of {self.count} columns does not divide by {degree}" if self.count % degree else ""
@@ -239,7 +239,7 @@ def kv_heads_of(heads: int, rank: int, degree: int) -> Span:
     return Span(first, first + max(1, heads // degree))
 
 
-def hindrance(geometry: ModelGeometry, degree: int) -> str:
+def why_not_divisible(geometry: ModelGeometry, degree: int) -> str:
     """Return why a model cannot be divided over `degree` ranks; "" where it can."""
     if degree == 1:
         return ""
@@ -257,7 +257,7 @@ def hindrance(geometry: ModelGeometry, degree: int) -> str:
     if reason := _cut_heads(geometry, degree):
         return reason
     for what, columns in columns_inside(geometry).items():
-        if reason := columns.hindrance(degree):
+        if reason := columns.why_not_divisible(degree):
             return f"{what} {reason}"
     if (degree - 1) * -(-geometry.vocab_size // degree) >= geometry.vocab_size:
         return f"a vocabulary of {geometry.vocab_size} leaves the last of {degree} ranks without a token"
@@ -331,12 +331,12 @@ def _cut_heads(geometry: ModelGeometry, degree: int) -> str:
 
 def degrees(geometry: ModelGeometry, most: int = MOST_RANKS) -> list[int]:
     """Return every degree that the model divides by, ascending; 1 is always among them."""
-    return [degree for degree in range(1, most + 1) if not hindrance(geometry, degree)]
+    return [degree for degree in range(1, most + 1) if not why_not_divisible(geometry, degree)]
 
 
 def check_degree(geometry: ModelGeometry, degree: int, model: str) -> None:
     """Raise `ConfigError` that names what stands against the degree, and which ones would do."""
-    if reason := hindrance(geometry, degree):
+    if reason := why_not_divisible(geometry, degree):
         able = ", ".join(str(each) for each in degrees(geometry, 16))
         raise ConfigError(f"workers: tensor_parallel: {degree}: {model}: {reason}; degrees for this model: {able}")
 

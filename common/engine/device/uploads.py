@@ -36,26 +36,26 @@ class Uploads:
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         if self._used + sum(sizes) > len(self._host):
             # Earlier arrays are still being copied and read: they stay, and this goes into larger buffers.
-            self._outgrown.append((self._host, self._there))
+            self._outgrown.append((self._host, self._device_buffer))
             self._allocate(2 * len(self._host) + sum(sizes))
         begin = end = self._used
         views = []
         for array, size in zip(arrays, sizes, strict=True):
-            there = self._there[end : end + array.nbytes]
+            there = self._device_buffer[end : end + array.nbytes]
             if array.nbytes:
                 self._host_bytes[end : end + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
             views.append(there.view(dtype).view(array.shape))
             end += size
         if end > begin:
-            self._there[begin:end].copy_(self._host[begin:end], non_blocking=True)
+            self._device_buffer[begin:end].copy_(self._host[begin:end], non_blocking=True)
         self._used = end
         return views
 
     def _allocate(self, size: int) -> None:
         self._host = host_bytes(size, self._device)
         self._host_bytes: npt.NDArray[np.uint8] = self._host.numpy()
-        self._there = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._device_buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._used = 0
 
 

@@ -34,7 +34,7 @@ FILLED_AT_ONCE = 512
 SHORT = 16
 """Positions that a row may lack to be computed together with those of the other rows."""
 _RECORDED_ROWS = (1, 2, 4, 8)
-"""Iterations of more rows have no drafts (`speculation_desk`)."""
+"""Iterations of more rows have no drafts (`speculation_control`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class BatchDrafter(ABC):
         """Note that the model has computed a step."""
 
     @abstractmethod
-    def _begun(self, row: DraftRow) -> UnderWay:
+    def _start(self, row: DraftRow) -> UnderWay:
         """Find which positions of a row are in its slots."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class BatchDrafter(ABC):
     def propose_all(self, rows: Sequence[DraftRow]) -> Drafts:
         """Draft as many tokens for each row as it has `sampling`, or none."""
         with torch.inference_mode():
-            return drafted([self._begun(row) for row in rows], self._fill, self._step)
+            return drafted([self._start(row) for row in rows], self._fill, self._step)
 
     def warm_up(self) -> None:
         """Compile kernels and record steps, on a device, before anything is served."""
@@ -254,7 +254,7 @@ class DraftModel(BatchDrafter):
         """Return whether all tokens of a sequence are known here, and its length."""
         return len(chain) + drafts <= self._longest and int(chain.tokens.max(initial=0)) < self._vocabulary
 
-    def _begun(self, row: DraftRow) -> UnderWay:
+    def _start(self, row: DraftRow) -> UnderWay:
         """Leave the last known position to be computed: a draft is what its logits say."""
         known = len(row.chain)
         slots = slots_of(row, known + max(0, len(row.sampling) - 1), self._block_size)

@@ -151,7 +151,7 @@ class RecentAnswers:
         self.generations: tuple[SuffixAutomaton, ...] = (SuffixAutomaton(),)
         """The newest first; at most two, of half the capacity each."""
 
-    def kept(self, answer: Sequence[int]) -> Sequence[int]:
+    def retained(self, answer: Sequence[int]) -> Sequence[int]:
         """Return a response, of one longer than half the capacity its end."""
         return answer[-(self._half - 1) :]
 
@@ -161,7 +161,7 @@ class RecentAnswers:
             self.generations = (SuffixAutomaton(), self.generations[0])
 
     def add(self, answer: Sequence[int]) -> None:
-        kept = self.kept(answer)
+        kept = self.retained(answer)
         self.begin(len(kept))
         self.generations[0].add(kept)
 
@@ -200,7 +200,7 @@ class AnswerMemory:
                 self._answers[key] = answers
                 if len(self._answers) > self._keys:
                     self._answers.popitem(last=False)
-            kept = answers.kept(answer)
+            kept = answers.retained(answer)
             if not self._taken:
                 answers.begin(len(kept))
             part = kept[self._taken : self._taken + most]

@@ -121,7 +121,7 @@ class StatesDrafter(BatchDrafter):
         numbers = np.repeat(batch.numbers, np.diff(batch.query_start))
         self._known[batch.slot_mapping] = (numbers << _POSITION_BITS) | batch.positions
 
-    def _begun(self, row: DraftRow) -> UnderWay:
+    def _start(self, row: DraftRow) -> UnderWay:
         known = len(row.chain) - 1
         slots, tags = slots_of(row, known + len(row.sampling), self._block_size), _tags(row, 0, known)
         strange = np.flatnonzero(self._known[slots[:known]] != tags)

@@ -32,7 +32,7 @@ class TokenChain:
     def __init__(self, salt: str) -> None:
         """`salt`: sequences of different ones have no mark in common, whatever their tokens."""
         digest = hashlib.blake2b(salt.encode(), key=_SECRET, digest_size=16).digest()
-        self._start, self._stir = np.frombuffer(digest, dtype=np.uint64)
+        self._start, self._salt = np.frombuffer(digest, dtype=np.uint64)
         self._tokens: Int64Array = np.zeros(64, dtype=np.int64)
         self._marks: Marks = np.zeros(64, dtype=np.uint64)
         self._length = 0
@@ -65,7 +65,7 @@ class TokenChain:
         places = np.arange(self._length, self._length + len(tokens), dtype=np.uint64)
         before = self._marks[self._length - 1] if self._length else self._start
         with np.errstate(over="ignore"):
-            value = _mixed(tokens.astype(np.uint64) ^ _mixed(places * np.uint64(GOLDEN) + self._stir))
+            value = _mixed(tokens.astype(np.uint64) ^ _mixed(places * np.uint64(GOLDEN) + self._salt))
             marks: Marks = before + np.cumsum(value, dtype=np.uint64)
         return marks
 

@@ -218,7 +218,7 @@ class DeviceSteps:
         served meanwhile. Zero bytes: none are recorded. All ranks of a group at once."""
         if self._group is not None:
             wanted = None if classes is None else capture_order(classes)
-            budget_bytes = self._group.budget(budget_bytes, (self._max_rows, wanted, self.mixed.wanted))
+            budget_bytes = self._group.budget(budget_bytes, (self._max_rows, wanted, self.mixed.pending_classes))
         if not budget_bytes:
             return self.recorded
         recorder = PlainRecorder()
@@ -249,7 +249,7 @@ class DeviceSteps:
 
     def _mixed_estimate(self) -> int:
         """Return what the largest class adds to the pool: a layer's intermediates, twice."""
-        g, tokens = self._geometry, max((each.tokens for each in self.mixed.wanted), default=0)
+        g, tokens = self._geometry, max((each.tokens for each in self.mixed.pending_classes), default=0)
         width = 2 * g.intermediate_size + self._expert_width() + 4 * g.hidden_size
         return 2 * tokens * width * self._dtype.itemsize
 
@@ -284,14 +284,14 @@ class DeviceSteps:
             self._next_uploads()
             taken = self._taken(batch)
             if self._group is not None:
-                self._group.tell(batch, taken, before)
+                self._group.broadcast(batch, taken, before)
             if not isinstance(taken, int):
                 logits = self._mixed_logits(batch, taken, before)
-                self._look_back(batch, last)
+                self._apply_last_tokens(batch, last)
             else:
                 done = self.decode.run(batch, taken, before)
                 self._states = None if done.states is None else self._of_sampled(done.states, batch)
-                self._look_back(batch, last)
+                self._apply_last_tokens(batch, last)
                 if not batch.grammars and (sampled := self.decode.sample(batch, taken, done)) is not None:
                     return Launched(sampled, self.stream.mark(), None, over)
                 logits = self._of_sampled(done.logits, batch)
@@ -302,7 +302,7 @@ class DeviceSteps:
         """Start a step of rank 0 up to its logits, on another rank; `awaited` as in `rank_messages.Step`. Returns when
         the one before is over. Raises `InvariantViolated` if this rank has not recorded the class."""
         assert self._group is not None, "a device by itself follows nobody"
-        self._group.room()
+        self._group.wait_for_room()
         if taken is not None and taken not in (*self.decode.classes, *self.mixed.classes):
             raise InvariantViolated(f"rank 0 replays {taken}, which this rank has not recorded")
         over = self._group.begin()
@@ -327,10 +327,10 @@ class DeviceSteps:
         return self.mixed.takes(batch) if rows_class is None else rows_class
 
     @staticmethod
-    def _look_back(batch: StepBatch, last: Launched | None) -> None:
+    def _apply_last_tokens(batch: StepBatch, last: Launched | None) -> None:
         """Apply the last step's tokens, if penalties or grammars need them, while the device computes the forward."""
-        if batch.looks_back and last is not None:
-            batch.look_back(last.finish().tokens)
+        if batch.needs_last_tokens and last is not None:
+            batch.apply_last_tokens(last.finish().tokens)
 
     def _mixed_logits(self, batch: StepBatch, mixed: MixedClass | None, before: Tensor | None) -> Tensor:
         """Return the logits of a step's sampled rows, recorded or kernel by kernel."""
@@ -362,7 +362,7 @@ class DeviceSteps:
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
         """Return the inputs of a step that the caller runs itself, on `stream`; of several ranks all get it then."""
         if self._group is not None:
-            self._group.tell(batch, None)
+            self._group.broadcast(batch, None)
             self.stream.mark().wait()  # a follower's step may end a little after rank 0's
         self._uploads.restart()
         self._states = self._last = None

@@ -75,7 +75,7 @@ class StaticSteps(Generic[_Class]):
         self, tokens: int, query_start: Tensor, sample_index: Tensor, *, max_query_len: int, num_prefill_rows: int
     ) -> Callable[[], StepResult]:
         """Return the forward of the buffers' first `tokens` tokens, in as many rows as `query_start` [rows + 1] has."""
-        there, rows = self._buffers.there, len(query_start) - 1
+        there, rows = self._buffers.tensors, len(query_start) - 1
         metas = [
             AttentionMeta(
                 query_start=query_start,
@@ -149,7 +149,7 @@ class StaticDecode(StaticSteps[int]):
         the one before that must be over. `before`: sampled tokens on the device that `token_source` takes from."""
         awaited = self._fill(batch, rows_class)
         if before is not None:
-            there = self._buffers.there
+            there = self._buffers.tensors
             put_tokens(there["token_ids"][: batch.num_rows], before, there["sources"], there["places"], awaited)
         return self._steps[rows_class]()
 

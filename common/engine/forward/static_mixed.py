@@ -42,11 +42,11 @@ class StaticMixed(StaticSteps[MixedClass]):
     def __init__(self, ground: Ground, classes: Sequence[MixedClass]) -> None:
         super().__init__(ground)
         # The padding row is a context of its own.
-        self.wanted: Sequence[MixedClass] = sorted(
+        self.pending_classes: Sequence[MixedClass] = sorted(
             each for each in classes if each.prompt_tokens <= self._width * self._block_size
         )
-        tokens = max((each.tokens for each in self.wanted), default=0)
-        rows = max((each.rows for each in self.wanted), default=0)
+        tokens = max((each.tokens for each in self.pending_classes), default=0)
+        rows = max((each.rows for each in self.pending_classes), default=0)
         all_rows = PROMPT_ROWS + 1 + rows
         self._buffers = StandingInputs(
             [
@@ -63,7 +63,7 @@ class StaticMixed(StaticSteps[MixedClass]):
         )
 
     def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
-        wanted = sorted(self.wanted, key=lambda each: (each.tokens, each), reverse=True)
+        wanted = sorted(self.pending_classes, key=lambda each: (each.tokens, each), reverse=True)
         self._steps |= record_all("mixed steps", wanted, self._step, recorder, budget, first_estimate_bytes)
 
     def takes(self, batch: StepBatch) -> MixedClass | None:
@@ -80,7 +80,7 @@ class StaticMixed(StaticSteps[MixedClass]):
         still run, the one before that must be over. `before`: sampled tokens that `token_source` takes from."""
         awaited = self._fill(batch, mixed)
         if before is not None:
-            there = self._buffers.there
+            there = self._buffers.tensors
             put_tokens(there["token_ids"], before, there["sources"], there["places"], awaited)
         return self._steps[mixed]()
 
@@ -132,7 +132,7 @@ class StaticMixed(StaticSteps[MixedClass]):
         self._buffers.send_tables(rows, width)
 
     def _step(self, mixed: MixedClass) -> Callable[[], StepResult]:
-        there, rows = self._buffers.there, PROMPT_ROWS + 1 + mixed.rows
+        there, rows = self._buffers.tensors, PROMPT_ROWS + 1 + mixed.rows
         starts, sampled = there["query_start"][: rows + 1], there["sample_index"][: mixed.rows]
         prompts = PROMPT_ROWS + 1
         step = self._forward(mixed.tokens, starts, sampled, max_query_len=mixed.prompt_tokens, num_prefill_rows=prompts)

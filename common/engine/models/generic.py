@@ -155,7 +155,7 @@ class GenericModel:
         self._keeps_logits = "logits_to_keep" in parameters
         expected = check_structure(self._model, geometry, model_dir, device)
         check_answers(self, expected, geometry, model_dir, dtype, device)
-        self.hindrances = hindrances(self, geometry, dtype, device)
+        self.unrecordable = unrecordable_operations(self, geometry, dtype, device)
         """Operations of its decode steps that keep them from being recorded; none: they are, as a lean model's are."""
 
     sampled_states: Tensor | None = None  # transformers' forward hands out logits only
@@ -273,7 +273,9 @@ def _trial_cache(geometry: ModelGeometry, tables: Tensor, dtype: torch.dtype) ->
     return torch.zeros(shape, dtype=dtype, device=tables.device)
 
 
-def hindrances(model: Model, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
+def unrecordable_operations(
+    model: Model, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
     """Return the operations of a decode step that cannot be recorded; none: it can.
 
     A recorded step repeats kernels, not Python: an operation whose result the host reads (the largest position of a

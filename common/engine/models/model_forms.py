@@ -76,11 +76,13 @@ def check_invariant(
 ) -> None:
     """Raise `ConfigError` where it cannot be promised, naming why, and what to do. `threads`: of a step on a
     processor."""
-    if (reason := _hindrance(geometry, device, dtype, ranks, threads)) is not None:
+    if (reason := _why_not_invariant(geometry, device, dtype, ranks, threads)) is not None:
         raise ConfigError(f"{_ASKED} for {model} on {device}: {reason}; or leave the option off")
 
 
-def _hindrance(geometry: ModelGeometry, device: torch.device, dtype: str, ranks: int, threads: int) -> str | None:
+def _why_not_invariant(
+    geometry: ModelGeometry, device: torch.device, dtype: str, ranks: int, threads: int
+) -> str | None:
     if geometry.family == "generic":
         return f"{geometry.model_type} runs through transformers, whose products follow the number of rows"
     if device.type == "cpu":

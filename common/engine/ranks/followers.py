@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from cohort.common.engine.ranks.rank_hosts import HashStore, RanksElsewhere, answer
+from cohort.common.engine.ranks.rank_hosts import HashStore, RemoteRanks, answer
 from cohort.common.engine.ranks.rank_messages import (
     Answer,
     Command,
@@ -111,7 +111,7 @@ def start_rank(arguments: Sequence[str], threads: int, descriptors: Sequence[int
     )
 
 
-def _not_asked(rank: int) -> RankLost:
+def _unexpected_answer(rank: int) -> RankLost:
     return RankLost(f"rank {rank} answers what was not asked")
 
 
@@ -119,10 +119,10 @@ class Followers:
     """Ranks 1 to degree - 1. A context manager for tests and tools; `watch` is the worker's."""
 
     def __init__(
-        self, degree: int, *, threads: int = 0, folder: Path | None = None, elsewhere: RanksElsewhere | None = None
+        self, degree: int, *, threads: int = 0, folder: Path | None = None, remote: RemoteRanks | None = None
     ) -> None:
         """Start the processes, on the main thread: they are killed when the thread that started them ends. `threads` of
-        each rank. `elsewhere`: the last ranks, which come from other hosts; closed by this object. `folder`: private,
+        each rank. `remote`: the last ranks, which come from other hosts; closed by this object. `folder`: private,
         for the file by which the ranks meet; made anew, with what a killed predecessor left there."""
         self.degree = degree
         if folder is None:
@@ -130,12 +130,12 @@ class Followers:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         self._folder = folder
-        self.elsewhere = elsewhere
-        away = {} if elsewhere is None else elsewhere.streams
+        self.remote = remote
+        away = {} if remote is None else remote.streams
         self._followers = [
             _Follower(rank, away[rank], None) if rank in away else _started(rank, threads) for rank in range(1, degree)
         ]
-        self._store = None if elsewhere is None else self._serve_store()
+        self._store = None if remote is None else self._serve_store()
         self._closing = False
         self._pidfds: list[int] = []
 
@@ -181,7 +181,7 @@ class Followers:
                     kind = ConfigError if configuration else ModelError
                     raise kind(f"rank {follower.rank}: {reason}")
                 case _:
-                    raise _not_asked(follower.rank)
+                    raise _unexpected_answer(follower.rank)
         for follower in self._followers:
             send(follower.control, encoded(Connect()))
             follower.control.settimeout(EXCHANGE_TIMEOUT_S)
@@ -190,7 +190,7 @@ class Followers:
         try:
             return receive_answer(follower.control)
         except RankLost as error:
-            why = "" if self.elsewhere is None else self.elsewhere.why_lost(follower.rank)
+            why = "" if self.remote is None else self.remote.why_lost(follower.rank)
             if not why:
                 raise
             log.critical("a rank of another host is not there", rank=follower.rank, reason=why)
@@ -198,8 +198,8 @@ class Followers:
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch the followers: from now on the end of one is the end of this process."""
-        if self.elsewhere is not None:
-            self.elsewhere.watch(lambda rank, reason: self.end(f"rank {rank}: {reason}"))
+        if self.remote is not None:
+            self.remote.watch(lambda rank, reason: self.end(f"rank {rank}: {reason}"))
         for follower in self._followers:
             if follower.process is None:
                 continue
@@ -230,15 +230,15 @@ class Followers:
         for follower in self._followers:
             with contextlib.suppress(RankLost):
                 send(follower.control, encoded(Stop()))
-        if self.elsewhere is not None:
-            self.elsewhere.wait_left(STOP_S)
+        if self.remote is not None:
+            self.remote.wait_left(STOP_S)
         for follower in self._followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if follower.process is not None:
                     follower.process.wait(STOP_S)
             follower.close()
-        if self.elsewhere is not None:
-            self.elsewhere.close()
+        if self.remote is not None:
+            self.remote.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ready_steps(
@@ -246,27 +246,27 @@ class Followers:
     ) -> None:
         """Let every rank compile what steps launch, then record the steps together. Raises `RankLost`, and
         `InvariantViolated` if a rank has recorded others than rank 0."""
-        self._tell_all(Compile())
+        self._broadcast(Compile())
         compile_own()
         for follower in self._followers:
             follower.control.settimeout(COMPILE_S)
             if not isinstance(self._answer_of(follower), Compiled):
-                raise _not_asked(follower.rank)
+                raise _unexpected_answer(follower.rank)
             follower.control.settimeout(EXCHANGE_TIMEOUT_S)
-        self._tell_all(Record(None if classes is None else tuple(classes)))
+        self._broadcast(Record(None if classes is None else tuple(classes)))
         own = record_own()
         for follower in self._followers:
             answer = self._answer_of(follower)
             if not isinstance(answer, Recorded):
-                raise _not_asked(follower.rank)
+                raise _unexpected_answer(follower.rank)
             if answer.classes != own:
                 raise InvariantViolated(f"rank {follower.rank} has recorded {answer.classes}, and rank 0 {own}")
 
     def step(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
         """Let every rank run the forward of a batch; the rest as in `Step`. Raises `RankLost`."""
-        self._tell_all(step_of(batch, taken, awaited))
+        self._broadcast(step_of(batch, taken, awaited))
 
-    def _tell_all(self, command: Command) -> None:
+    def _broadcast(self, command: Command) -> None:
         frame = encoded(command)
         for follower in self._followers:
             send(follower.control, frame)
@@ -275,12 +275,12 @@ class Followers:
     def copies(self, copies: Sequence[KvCopy]) -> Iterator[None]:
         """Let every rank make a plan's copies while rank 0 makes its own; on exit all are made. Raises `RankLost`."""
         if copies:
-            self._tell_all(Copies(list(copies)))
+            self._broadcast(Copies(list(copies)))
         yield
         if copies:
             for follower in self._followers:
                 if not isinstance(receive_answer(follower.control), Copied):
-                    raise _not_asked(follower.rank)
+                    raise _unexpected_answer(follower.rank)
 
     @property
     def ends(self) -> list[RemoteRank]:
@@ -290,8 +290,8 @@ class Followers:
         """Let every rank open the KV links that rank 0 has opened. Return those that all of them have. Unless they
         listen on the network, they do in the group's own folder. Raises `TransferError`."""
         for end in self.ends:
-            if self.elsewhere is not None and end.rank in self.elsewhere.streams:
-                await end.open(self.elsewhere.own_order(end.rank, order, end.number()))
+            if self.remote is not None and end.rank in self.remote.streams:
+                await end.open(self.remote.own_order(end.rank, order, end.number()))
                 continue
             bind = order.zmq_bind if on_network else f"ipc://{self._folder}/kv-{end.rank}.sock"
             own = msgspec.structs.replace(order, order=end.number(), zmq_bind=bind)

@@ -110,7 +110,7 @@ class GroupMemory:
         if message.ranks != self.ranks:  # else no rank has cut anything
             self.own.memory.drop(key)
             for other in self.others:
-                other.tell(Drop(key))
+                other.post(Drop(key))
 
     def number(self, rank: int) -> int:
         return self.others[rank - 1].number() if rank else 0
@@ -202,7 +202,7 @@ class GroupLink:
             for address in addresses_of(peer):
                 self._link.forget(address)
                 for other in self._memory.others:
-                    other.tell(Forget(self.name, address))
+                    other.post(Forget(self.name, address))
 
     async def close(self) -> None:
         """Close rank 0's link; the others close theirs when they end."""

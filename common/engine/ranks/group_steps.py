@@ -111,7 +111,7 @@ class GroupSteps:
         """Start a step's deadline. Return what to call when it is over on the device."""
         return self._deadlines.begin()
 
-    def tell(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
+    def broadcast(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
         """Let the others launch the step. `before`: tokens of the last step that it awaits. Raises `RankLost`."""
         if self._followers is not None:
             with self._in_step():
@@ -120,14 +120,14 @@ class GroupSteps:
             self._ranks.hand_out(before)
 
     def taken_over(self, awaited: int, device: torch.device) -> Tensor | None:
-        """Return, on another rank, the `awaited` tokens that `tell` hands out; None if there are none."""
+        """Return, on another rank, the `awaited` tokens that `broadcast` hands out; None if there are none."""
         if not awaited:
             return None
         tokens = torch.empty(awaited, dtype=torch.int64, device=device)
         self._ranks.hand_out(tokens)
         return tokens
 
-    def room(self) -> None:
+    def wait_for_room(self) -> None:
         """Wait, on a follower, until at most one step is under way."""
         while len(self._under_way) > 1:
             self._under_way.popleft().result()
@@ -192,7 +192,7 @@ class StepDeadlines:
         self._due: dict[int, float] = {}  # in the order of their beginning, and so of their ends
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._asleep = False
+        self._idle = False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> Callable[[], None]:
@@ -203,7 +203,7 @@ class StepDeadlines:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="step-deadlines", daemon=True)
                 self._thread.start()
-            elif self._asleep:
+            elif self._idle:
                 self._changed.notify()
 
         def over() -> None:
@@ -217,9 +217,9 @@ class StepDeadlines:
             while True:
                 first = next(iter(self._due.values()), None)
                 if first is None:  # woken by the next step; while some run, only every `limit_s`
-                    self._asleep = True
+                    self._idle = True
                     self._changed.wait()
-                    self._asleep = False
+                    self._idle = False
                 elif (left_s := first - time.monotonic()) > 0:
                     self._changed.wait(left_s)
                 else:

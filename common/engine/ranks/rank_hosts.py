@@ -95,7 +95,7 @@ def join_of(config: Config, group: WorkerGroup, model: Path, rank: int) -> Join:
     )
 
 
-class RanksElsewhere:
+class RemoteRanks:
     """Rank 0's hold on the ranks of other hosts; closed by `Followers`."""
 
     def __init__(self, config: Config, group: WorkerGroup, model: Path) -> None:
@@ -214,7 +214,7 @@ def _address(probe: socket.socket, interface: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-class Ask(msgspec.Struct, frozen=True):
+class StoreRequest(msgspec.Struct, frozen=True):
     """Call of a method of torch's `Store`; `name`: the method's."""
 
     name: str
@@ -225,14 +225,14 @@ class Ask(msgspec.Struct, frozen=True):
     timeout_s: float = _MOST_WAIT_S
 
 
-class Told(msgspec.Struct, frozen=True):
+class StoreReply(msgspec.Struct, frozen=True):
     value: bytes = b""
     number: int = 0
     error: str = ""
 
 
-_asks = msgspec.msgpack.Decoder(Ask)
-_tells = msgspec.msgpack.Decoder(Told)
+_requests = msgspec.msgpack.Decoder(StoreRequest)
+_replies = msgspec.msgpack.Decoder(StoreReply)
 
 
 class StoreFailed(CohortError):
@@ -251,35 +251,35 @@ class StoreOfRankZero(dist.Store):  # type: ignore[misc, name-defined]  # torch'
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(Ask("set", [key], _bytes(value)))
+        self._call(StoreRequest("set", [key], _bytes(value)))
 
     def get(self, key: str) -> bytes:
-        return self._ask(Ask("get", [key])).value
+        return self._call(StoreRequest("get", [key])).value
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(Ask("add", [key], amount=amount)).number
+        return self._call(StoreRequest("add", [key], amount=amount)).number
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        return self._ask(Ask("compare_set", [key], _bytes(value), _bytes(expected))).value
+        return self._call(StoreRequest("compare_set", [key], _bytes(value), _bytes(expected))).value
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(Ask("check", list(keys))).number)
+        return bool(self._call(StoreRequest("check", list(keys))).number)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(Ask("delete_key", [key])).number)
+        return bool(self._call(StoreRequest("delete_key", [key])).number)
 
     def num_keys(self) -> int:
-        return self._ask(Ask("num_keys", [])).number
+        return self._call(StoreRequest("num_keys", [])).number
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         wait_s = _MOST_WAIT_S if timeout is None else timeout.total_seconds()
-        self._ask(Ask("wait", list(keys), timeout_s=wait_s))
+        self._call(StoreRequest("wait", list(keys), timeout_s=wait_s))
 
-    def _ask(self, ask: Ask) -> Told:
+    def _call(self, ask: StoreRequest) -> StoreReply:
         with self._lock:
             try:
                 send(self._stream, framed(msgspec.msgpack.encode(ask)))
-                told = _tells.decode(receive_frame(self._stream))
+                told = _replies.decode(receive_frame(self._stream))
             except RankLost as error:
                 raise StoreFailed(f"rank 0 does not answer: {error}") from error
         if told.error:
@@ -291,38 +291,38 @@ def answer(stream: socket.socket, store: Any) -> None:
     """Answer one rank's calls until it has ended, on a thread of its own. `store`: a `HashStore` of all of them."""
     try:
         while True:
-            ask = _asks.decode(receive_frame(stream))
+            ask = _requests.decode(receive_frame(stream))
             try:
                 told = _looked_up(store, ask)
             except Exception as error:  # torch raises its own kinds, and the rank must report which
-                told = Told(error=f"{type(error).__name__}: {error}")
+                told = StoreReply(error=f"{type(error).__name__}: {error}")
             send(stream, framed(msgspec.msgpack.encode(told)))
     except (RankLost, msgspec.MsgspecError):
         return
 
 
-def _looked_up(store: Any, ask: Ask) -> Told:
+def _looked_up(store: Any, ask: StoreRequest) -> StoreReply:
     match ask.name:
         case "set":
             store.set(ask.keys[0], ask.value)
-            return Told()
+            return StoreReply()
         case "get":
-            return Told(store.get(ask.keys[0]))
+            return StoreReply(store.get(ask.keys[0]))
         case "add":
-            return Told(number=store.add(ask.keys[0], ask.amount))
+            return StoreReply(number=store.add(ask.keys[0], ask.amount))
         case "compare_set":
-            return Told(store.compare_set(ask.keys[0], ask.expected, ask.value))
+            return StoreReply(store.compare_set(ask.keys[0], ask.expected, ask.value))
         case "check":
-            return Told(number=int(store.check(ask.keys)))
+            return StoreReply(number=int(store.check(ask.keys)))
         case "delete_key":
-            return Told(number=int(store.delete_key(ask.keys[0])))
+            return StoreReply(number=int(store.delete_key(ask.keys[0])))
         case "num_keys":
-            return Told(number=store.num_keys())
+            return StoreReply(number=store.num_keys())
         case "wait":
             store.wait(ask.keys, datetime.timedelta(seconds=ask.timeout_s))
-            return Told()
+            return StoreReply()
         case other:
-            return Told(error=f"no question {other!r}")
+            return StoreReply(error=f"no question {other!r}")
 
 
 def _bytes(value: str | bytes) -> bytes:

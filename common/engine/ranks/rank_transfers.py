@@ -115,7 +115,7 @@ class _Server:
         self._writer = writer
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-blocks")
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._told: dict[str, bytes] = {}
+        self._published_addresses: dict[str, bytes] = {}
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -162,24 +162,24 @@ class _Server:
         """Answer for a task that raised, or was cancelled before its first turn."""
         self._tasks.pop(number, None)
         if task.cancelled():
-            self._say(Ended(number, Outcome.CANCELLED))
+            self._reply(Ended(number, Outcome.CANCELLED))
         elif (error := task.exception()) is not None:
-            self._say(_ended(number, error, self._settled(number)))
-        if (now := self._addresses()) != self._told:  # a link that was rebuilt is reached elsewhere
-            self._told = now
-            self._say(Moved(now))
+            self._reply(_ended(number, error, self._settled(number)))
+        if (now := self._addresses()) != self._published_addresses:  # a link that was rebuilt is reached elsewhere
+            self._published_addresses = now
+            self._reply(Moved(now))
 
     def _settled(self, number: int) -> Callable[[Any], None]:
-        return lambda _: self._say(Settled(number))
+        return lambda _: self._reply(Settled(number))
 
     async def _work(self, order: Work) -> None:
         loop = asyncio.get_running_loop()
         sums = await loop.run_in_executor(self._threads, self._ends.work, order)
-        self._say(Summed(order.order, sums))
+        self._reply(Summed(order.order, sums))
 
     async def _move(self, order: Move) -> None:
         await self._ends.move(order)
-        self._say(Ended(order.order, Outcome.DONE))
+        self._reply(Ended(order.order, Outcome.DONE))
 
     def _open(self, order: OpenLinks) -> None:
         try:
@@ -188,13 +188,13 @@ class _Server:
             log.warning("this rank opens no KV link", reason=str(error))
             links = []
         self._ends = RankTransfers(RankMemory(self._kv, self._heads), {link.name: link for link in links})
-        self._told = self._addresses()
-        self._say(Opened(order.order, self._told))
+        self._published_addresses = self._addresses()
+        self._reply(Opened(order.order, self._published_addresses))
 
     def _addresses(self) -> dict[str, bytes]:
         return {name: link.address() for name, link in self._ends.links.items()}
 
-    def _say(self, answer: Answer) -> None:
+    def _reply(self, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # rank 0's end is noticed where orders are read
             self._writer.write(framed(answer))
 

@@ -59,7 +59,7 @@ class RemoteRank:
     def number(self) -> int:
         return next(self._numbers)
 
-    def tell(self, order: Order) -> None:
+    def post(self, order: Order) -> None:
         """Send an order that is not answered. Never blocks."""
         self._frames.put(framed(order))
 
@@ -71,7 +71,7 @@ class RemoteRank:
             if lost is None:
                 self._waiting[order.order] = future
         if lost is None:
-            self.tell(order)
+            self.post(order)
         else:
             future.set_exception(lost)
         return future
@@ -112,7 +112,7 @@ class RemoteRank:
                     raise BufferStranded(f"rank {self.rank} does not say what became of a part", _when_over(future))
             except asyncio.CancelledError:
                 cancelled = True
-                self.tell(Cancel(order.order))
+                self.post(Cancel(order.order))
         try:
             answer = future.result()
         except RankLost as error:
@@ -163,11 +163,11 @@ class RemoteRank:
     def _read(self) -> None:
         try:
             while True:
-                self._hear(answer_of(receive_frame(self._peer)))
+                self._on_answer(answer_of(receive_frame(self._peer)))
         except RankLost as error:
             self._end(error)
 
-    def _hear(self, answer: Answer) -> None:
+    def _on_answer(self, answer: Answer) -> None:
         match answer:
             case Moved(addresses=addresses):
                 self.addresses = addresses

@@ -41,7 +41,7 @@ class Drafter(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Expected:
+class _Expectation:
     """Drafters of one sequence, and their proposal when `known` tokens were known."""
 
     drafters: list[tuple[DraftSource, Drafter]]
@@ -50,9 +50,9 @@ class _Expected:
     known: int = 0
     tokens: list[int] = field(default_factory=list)
     source: DraftSource = "lookup"
-    looked_up: list[int] = field(default_factory=list)
+    lookup_token: list[int] = field(default_factory=list)
     """Next token by lookup, or nothing."""
-    trust: float = _FIRST_TRUST
+    confidence: float = _FIRST_TRUST
     """Moving average of how often that was right."""
 
     def propose(self, tokens: list[int], most: int) -> None:
@@ -62,11 +62,11 @@ class _Expected:
             found = drafter.propose(tokens, most)
             if found and drafter.matched > longest:
                 self.source, self.tokens, longest = source, found, drafter.matched
-        self.looked_up = self.tokens[:1]
+        self.lookup_token = self.tokens[:1]
 
-    def came(self, token: int) -> None:
-        if self.looked_up:
-            self.trust += _NEW_TRUST * ((self.looked_up[0] == token) - self.trust)
+    def observe(self, token: int) -> None:
+        if self.lookup_token:
+            self.confidence += _NEW_TRUST * ((self.lookup_token[0] == token) - self.confidence)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class Drafting:
     _answers: AnswerMemory | None = None
     model: BatchDrafter | None = None
     """Draft model, called if lookups find nothing or are wrong too often."""
-    _expected: dict[Sequence, _Expected] = field(default_factory=dict)
+    _expected: dict[Sequence, _Expectation] = field(default_factory=dict)
 
     @property
     def learns(self) -> bool:
@@ -90,14 +90,14 @@ class Drafting:
         found = [self._propose(row.sequence)[: row.drafts] if row.drafts else [] for row in rows]
         return found if any(found) else None
 
-    def wanted(self, rows: Seq[Row], kv: KvAllocator, number: Callable[[Sequence], int]) -> list[DraftRow]:
+    def model_requests(self, rows: Seq[Row], kv: KvAllocator, number: Callable[[Sequence], int]) -> list[DraftRow]:
         """Return requests to the model for rows that may carry drafts and have no lookup, or no reliable one."""
         if self.model is None:
             return []
         return [
-            self._asked(row, kv, number(row.sequence))
+            self._draft_request(row, kv, number(row.sequence))
             for row in rows
-            if row.drafts and self._asks(row.sequence, row.drafts)
+            if row.drafts and self._uses_model(row.sequence, row.drafts)
         ]
 
     def drafted(self, rows: Seq[Row], asked: Seq[DraftRow], answers: Seq[list[int]]) -> None:
@@ -108,25 +108,25 @@ class Drafting:
             if self.model is not None and expected is not None and (tokens := said.get(id(expected.chain))):
                 expected.tokens, expected.source = tokens, self.model.source
 
-    def _asks(self, sequence: Sequence, drafts: int) -> bool:
-        if self.model is None or (self._propose(sequence) and self._trusts(sequence)):
+    def _uses_model(self, sequence: Sequence, drafts: int) -> bool:
+        if self.model is None or (self._propose(sequence) and self._is_confident(sequence)):
             return False
         chain = self._expected[sequence].chain
         chain.grow(sequence.tokens)
         return self.model.takes(chain, drafts)
 
-    def _trusts(self, sequence: Sequence) -> bool:
+    def _is_confident(self, sequence: Sequence) -> bool:
         """Return whether lookups are more reliable for it than a model would be."""
-        return self.model is None or self._expected[sequence].trust >= _TRUSTED
+        return self.model is None or self._expected[sequence].confidence >= _TRUSTED
 
-    def _asked(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
+    def _draft_request(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
         """Return the request for one row. Drafts are drawn under the same penalties and with their positions' numbers,
         so that they are right whenever both models let the same token win. Only the verifying model has grammars."""
         sequence, key = row.sequence, row.sequence.key
         params, inputs, first = sequence.request.sampling, sequence.sampling_inputs, len(sequence.tokens)
         bias, history = (None, None) if inputs is None else (inputs.bias, inputs.history)
         if history is not None:
-            history.catch_up(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
+            history.extend(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
         banned_before = sequence.request.prompt_tokens + params.min_tokens
         sampling = tuple(
             [
@@ -153,7 +153,7 @@ class Drafting:
 
     def expected(self, sequences: Iterable[Sequence]) -> list[Attempt]:
         """Return the sequences of which more is expected than the token that the step in flight samples."""
-        return [s.key for s in sequences if len(self._propose(s)) > 1 or self._asks(s, self._most)]
+        return [s.key for s in sequences if len(self._propose(s)) > 1 or self._uses_model(s, self._most)]
 
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
         """Return how drafts and expectations did, before the machine takes the tokens. `proposed`: drafts of each."""
@@ -165,12 +165,12 @@ class Drafting:
             if proposed is not None and proposed[index]:
                 source = self._expected[sequence].source
                 judged.append(Drafted(sequence.key, proposed[index], count - 1, source=source))
-            elif sequence.output_tokens and (only := self._propose(sequence)[:1]) and self._trusts(sequence):
+            elif sequence.output_tokens and (only := self._propose(sequence)[:1]) and self._is_confident(sequence):
                 source = self._expected[sequence].source
                 right = int(only[0] == tokens[place])
                 judged.append(Drafted(sequence.key, 1, right, computed=False, source=source))
             if (expected := self._expected.get(sequence)) is not None and expected.known == len(sequence.tokens):
-                expected.came(tokens[place])
+                expected.observe(tokens[place])
             place += count
         return judged
 
@@ -180,13 +180,13 @@ class Drafting:
             drafters: list[tuple[DraftSource, Drafter]] = [("lookup", self._make())]
             if self._answers is not None:
                 drafters.append(("recent", AnswerLookup(self._answers, answers_key(sequence))))
-            expected = self._expected[sequence] = _Expected(drafters, TokenChain(sequence.request.cache_salt))
+            expected = self._expected[sequence] = _Expectation(drafters, TokenChain(sequence.request.cache_salt))
         if expected.known != len(sequence.tokens):
             # One more than are computed: of a step in flight the first is what it samples.
             expected.propose(sequence.tokens, self._most + 1)
         return expected.tokens
 
-    def ended(self, sequences: Iterable[Sequence]) -> None:
+    def on_ended(self, sequences: Iterable[Sequence]) -> None:
         """Remember whole responses for other sequences."""
         if self._answers is not None:
             for each in sequences:

@@ -117,7 +117,7 @@ class ModelRunner:
                 model_dir,
                 self.geometry,
                 device=self.device,
-                dtype=self.numbers,
+                dtype=self.compute_dtype,
                 max_rows=self.max_rows,
                 max_step_tokens=self.max_step_tokens,
                 weights=options.weights,
@@ -130,9 +130,9 @@ class ModelRunner:
         on_device = self.device.type == "cuda" if options.device_steps is None else options.device_steps
         self.kv = self._made_cache(options, on_device)
         self._graph_bytes = options.share.graphs
-        if on_device and isinstance(self._model, GenericModel) and self._model.hindrances:
+        if on_device and isinstance(self._model, GenericModel) and self._model.unrecordable:
             self._graph_bytes = 0
-            log.warning("steps cannot be recorded", model=model_dir.name, operations=list(self._model.hindrances))
+            log.warning("steps cannot be recorded", model=model_dir.name, operations=list(self._model.unrecordable))
         self._device_steps = self._made_steps(options.max_context) if on_device else None
         log.info(
             "model loaded",
@@ -151,10 +151,10 @@ class ModelRunner:
     def _made_cache(self, options: RunnerOptions, on_device: bool) -> KvTensors:
         num_blocks = options.num_blocks or self._blocks_that_fit(options.share)
         return KvTensors(
-            self._block_geometry(self._held),
+            self._block_geometry(self._rank_geometry),
             num_blocks=num_blocks if self.ranks is None else self.ranks.least(num_blocks),
             host_blocks=options.host_blocks,
-            dtype=torch.uint8 if self.kv_dtype in SCALE_BYTES else self.numbers,
+            dtype=torch.uint8 if self.kv_dtype in SCALE_BYTES else self.compute_dtype,
             device=self.device,
             spare=on_device,
             latent=self.geometry.latent is not None,
@@ -166,9 +166,9 @@ class ModelRunner:
         positions = self.kv.geometry.positions(len(self.kv.blocks))
         return DeviceSteps(
             self._model,
-            self._working,
+            self._step_geometry,
             self.kv,
-            dtype=self.numbers,
+            dtype=self.compute_dtype,
             limits=StepLimits(self.max_rows, self.max_step_tokens, min(longest, positions)),
             lora=self.lora,
             places=self._places,
@@ -177,17 +177,17 @@ class ModelRunner:
         )
 
     @property
-    def numbers(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """Dtype that the model computes in. Its KV may be stored in fewer bits."""
         return TORCH_DTYPES[self.dtype]
 
     @property
-    def _held(self) -> ModelGeometry:
+    def _rank_geometry(self) -> ModelGeometry:
         """Geometry of the part of the model that this rank holds."""
         return self.geometry if self.ranks is None else self.ranks.share.own
 
     @property
-    def _working(self) -> ModelGeometry:
+    def _step_geometry(self) -> ModelGeometry:
         """Geometry of a step's intermediates on this rank."""
         return self.geometry if self.ranks is None else self.ranks.share.working
 
@@ -328,7 +328,7 @@ class ModelRunner:
             return RecordedClasses()
         with torch.inference_mode():
             if self.ranks is not None:
-                self.ranks.reserve(self.max_step_tokens, self.max_rows, self.numbers)
+                self.ranks.reserve(self.max_step_tokens, self.max_rows, self.compute_dtype)
             recorded = steps.record(self._graph_bytes, classes)
         for each in (self._model, self.ranks):
             if recorded.decode and isinstance(each, LeanLlama | Ranks):
@@ -344,7 +344,7 @@ class ModelRunner:
             steps.stream.mark().wait()
             return output
         if self._group is not None:
-            self._group.tell(batch, None)
+            self._group.broadcast(batch, None)
         inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
         inputs.lora = self.lora.step(batch, host_put(self.device))
         if batch.scoring:
@@ -408,7 +408,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
-        reserved = step_bytes(self._working, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
+        reserved = (
+            step_bytes(self._step_geometry, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
+        )
         if self.ranks is not None:
             reserved += exchange_bytes(self.geometry, element, self.max_rows, self.max_step_tokens)
         reserved += STAGING_BYTES + self._lora_bytes
@@ -430,7 +432,7 @@ class ModelRunner:
             kv_mebibytes=wanted >> 20,
             configured_mebibytes=share.most_kv >> 20,
         )
-        block_bytes = self._block_geometry(self._held).block_bytes + share.beside_block
+        block_bytes = self._block_geometry(self._rank_geometry).block_bytes + share.beside_block
         blocks = wanted // block_bytes - 1  # one is the spare block
         if blocks < 2:
             raise ConfigError(
@@ -445,7 +447,7 @@ class ModelRunner:
         if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
             raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
         checked = check_lora(options.adapters, self.geometry)
-        store = LoraStore(checked, self.geometry, self.numbers, self.device, fixed=self.batch_invariant)
+        store = LoraStore(checked, self.geometry, self.compute_dtype, self.device, fixed=self.batch_invariant)
         return store, store.most_bytes(options.held)
 
     def _prepare_thread(self) -> None:

@@ -42,16 +42,16 @@ class SamplingRow:
     grammar: GrammarInputs | None = None
     awaits: int = 0
     """Output tokens before this one that `history` and `grammar` must have, if the last of them is sampled by the step
-    that runs (`StepBatch.look_back`); 0 = they have all."""
+    that runs (`StepBatch.apply_last_tokens`); 0 = they have all."""
     ahead: tuple[int, ...] = ()
     """Drafts between what `history` and `grammar` have and this token, for which they count too: the token stands only
     if all of these are right. Empty if the row has neither."""
 
-    def look_back(self, token: int) -> None:
+    def apply_last_token(self, token: int) -> None:
         """Apply the token before this one, just sampled, to penalties and grammar; once, however often called."""
         if self.awaits:
             if self.history is not None and self.history.output_tokens < self.awaits:
-                self.history.catch_up([token])
+                self.history.extend([token])
             if self.grammar is not None and len(self.grammar.output) < self.awaits:
                 self.grammar.output.append(token)
 
@@ -168,21 +168,21 @@ class StepBatch:
         source = self.token_source
         if source is None:
             return self
-        self.look_back(tokens)
+        self.apply_last_tokens(tokens)
         return replace(self, token_ids=np.where(source >= 0, tokens[source], self.token_ids), token_source=None)
 
     @property
-    def looks_back(self) -> bool:
+    def needs_last_tokens(self) -> bool:
         """Whether sampling, not the forward, needs the tokens of the step before on the host."""
         return self.token_source is not None and any([row.awaits for row in self.sampling])
 
-    def look_back(self, tokens: Int64Array) -> None:
+    def apply_last_tokens(self, tokens: Int64Array) -> None:
         """Apply what the step before sampled to penalties and grammars; once, however often this is called."""
-        if self.token_source is None or not self.looks_back:
+        if self.token_source is None or not self.needs_last_tokens:
             return
         for index, row in zip(self.sample_rows.tolist(), self.sampling, strict=True):
             if row.awaits:
-                row.look_back(int(tokens[self.token_source[self.query_start[index]]]))
+                row.apply_last_token(int(tokens[self.token_source[self.query_start[index]]]))
 
     def split(self) -> tuple[StepBatch, StepBatch]:
         """Return two batches that together compute the same, for a device that refuses memory for the whole. Tokens

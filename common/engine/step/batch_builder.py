@@ -73,7 +73,7 @@ class _Standing:
             awaits = position - prompt_tokens if bound else 0
             return SamplingRow(self.seed, position, *self.constant, banned, logprobs, grammar, awaits)
         if history is not None:
-            history.catch_up(sequence.tokens[prompt_tokens + history.output_tokens :])
+            history.extend(sequence.tokens[prompt_tokens + history.output_tokens :])
         if grammar is not None:
             grammar.output.extend(sequence.tokens[prompt_tokens + len(grammar.output) :])
         before = tuple(ahead) if bound else ()

@@ -145,7 +145,7 @@ def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
                 seen = row.history.seen_with(row.ahead)
                 add(index, 0, seen, np.full(len(seen), row.repetition_penalty, np.float32))
             if row.presence_penalty != 0.0 or row.frequency_penalty != 0.0:
-                said, often = row.history.said_with(row.ahead)
+                said, often = row.history.output_counts_with(row.ahead)
                 add(index, 1, said, row.presence_penalty + row.frequency_penalty * often)
         if row.logit_bias is not None:
             add(index, 2, *row.logit_bias.within(vocabulary))
@@ -197,16 +197,16 @@ class StandingSampler:
             ("starts", np.int32, EDIT_KINDS * rows + 1),
         ]
         self._host, self._other_host = _HostTables(layout, device), _HostTables(layout, device)
-        self._there = torch.zeros(packed_bytes(layout), dtype=torch.uint8, device=device)
+        self._device_buffer = torch.zeros(packed_bytes(layout), dtype=torch.uint8, device=device)
         ids = torch.zeros(STANDING_EDITS, dtype=torch.int32, device=device)
         values = torch.zeros(STANDING_EDITS, dtype=torch.float32, device=device)
-        numbers = parts_of(self._there, layout).values()
+        numbers = parts_of(self._device_buffer, layout).values()
         self._tables = SamplingTables(*[*numbers, ids, values, torch.empty_like(values)])
         self._out = SampledRows.empty(rows, min(MOST_LOGPROBS, vocabulary), device)
         for host in (self._host, self._other_host):
             _write_numbers(host.numbers, [GREEDY] * rows, vocabulary)
             host.numbers["starts"][:] = 0
-        self._there.copy_(self._host.all)
+        self._device_buffer.copy_(self._host.all)
         self._plain = rows  # number of first rows that are known to be plainly greedy there
 
     def takes(self, rows: Sequence[SamplingRow]) -> bool:
@@ -216,7 +216,7 @@ class StandingSampler:
             if row.logprobs > MOST_LOGPROBS:
                 return False
             if row.history is not None:
-                edits += len(row.history.seen) + len(row.history.said[0]) + 2 * len(row.ahead)
+                edits += len(row.history.seen) + len(row.history.output_counts[0]) + 2 * len(row.ahead)
             if row.logit_bias is not None:
                 edits += len(row.logit_bias.ids)
             edits += len(row.banned)
@@ -234,7 +234,7 @@ class StandingSampler:
         _write_numbers(host.numbers, every, self._vocabulary)
         starts, ids, values = edits_of(every, self._vocabulary)
         host.numbers["starts"][: len(starts)] = starts
-        self._there.copy_(host.all, non_blocking=True)
+        self._device_buffer.copy_(host.all, non_blocking=True)
         if used := len(ids):
             host.edits[0, :used] = torch.from_numpy(ids)
             host.edits[1, :used] = torch.from_numpy(values).view(torch.int32)

@@ -45,14 +45,15 @@ class _HostSide:
 
 
 class StandingInputs:
-    """Inputs at fixed addresses: the host's numbers by `layout`, int64 before int32; `there` has them on the device."""
+    """Inputs at fixed addresses: the host's numbers by `layout`, int64 before int32; `tensors` has them on the
+    device."""
 
     def __init__(
         self, layout: Layout, *, rows: int, width: int, spare_block: int, device: torch.device, groups: int = 1
     ) -> None:
         """`layout` as in the class. Tables are [groups, rows, width], at first all of the spare block."""
         self._numbers = torch.zeros(packed_bytes(layout), dtype=torch.uint8, device=device)
-        self.there: Mapping[str, Tensor] = parts_of(self._numbers, layout)
+        self.tensors: Mapping[str, Tensor] = parts_of(self._numbers, layout)
         self._host, self._other_host = (_HostSide(layout, groups * rows * width, device) for _ in range(2))
         # Tables travel as wide as the step needs, and are spread over the full width on the device.
         self._packed = torch.zeros(groups * rows * width, dtype=torch.int32, device=device)

@@ -39,7 +39,7 @@ _SCATTERED_BYTES = 256 * 1024
 _THREADS = 2
 RUNS_AT_ONCE = 16
 """Maximum runs of one transfer on the link, at either end."""
-_PATIENCE = 10.0
+_RECEIVE_TIMEOUTS = 10.0
 """Multiple of a run's deadline that the slowest may take while others of its peer arrive."""
 FIRST_WINDOW_BYTES = 8 << 20
 WINDOW_SHARE = 0.25
@@ -48,7 +48,7 @@ MEMORY_BYTES = 64 << 20
 """Bytes after which earlier measurements count a half."""
 LEAST_S = 0.05
 """Minimum time of a link in use, or a quarter of the window, before a rate is published."""
-NEWS = 0.1
+PUBLISH_CHANGE = 0.1
 """Share by which a rate must differ from the published one."""
 _T = TypeVar("_T")
 
@@ -313,7 +313,7 @@ class TransferAgent:
             async with asyncio.timeout(self._run_timeout_s) as patience:
                 waits.add(patience)
                 try:
-                    await link.receive(tag, buffer, timeout_s=_PATIENCE * self._run_timeout_s)
+                    await link.receive(tag, buffer, timeout_s=_RECEIVE_TIMEOUTS * self._run_timeout_s)
                 finally:
                     waits.discard(patience)
         except TimeoutError:
@@ -468,7 +468,7 @@ class _Peer:
     """Time of the last measurement while bytes were under way."""
     bytes: float = 0.0
     seconds: float = 0.0
-    told: float = 0.0
+    published: float = 0.0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
     @property
@@ -494,7 +494,7 @@ class LinkRates:
     ) -> None:
         """`tell(peer, link, bytes_per_s)`: a rate is known, or differs from the last one reported."""
         self._window_s = WINDOW_SHARE * run_timeout_s
-        self._now_s, self._tell = now_s, tell
+        self._now_s, self._publish = now_s, tell
         self._peers: dict[tuple[str, str], _Peer] = {}
 
     def rate(self, peer: str, link: str) -> float:
@@ -533,9 +533,9 @@ class LinkRates:
         elif known.under_way == 0 and known.bytes == 0.0:
             known.seconds = 0.0  # nothing has ever arrived: a dead peer is not a slow link
         rate = known.rate
-        if rate and abs(rate - known.told) > NEWS * known.told:
-            known.told = rate
-            self._tell(peer, link, rate)
+        if rate and abs(rate - known.published) > PUBLISH_CHANGE * known.published:
+            known.published = rate
+            self._publish(peer, link, rate)
         self._let_go(known)
 
     def forget(self, peer: str) -> None:

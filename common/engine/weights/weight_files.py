@@ -103,7 +103,7 @@ class WeightFiles:
         tensor = place((math.prod(stored.shape),), stored.dtype, device)
         reader = self._reading(device)
         reader.read([(stored, tensor)])
-        reader.arrive()
+        reader.wait_read()
         return tensor.view(stored.shape)
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:

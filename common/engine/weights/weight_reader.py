@@ -57,7 +57,7 @@ class Progress:
         """`total_bytes`: of all tensors in the files; some may never be read."""
         self._total, self._now_s = total_bytes, now_s
         self._lock = threading.Lock()
-        self._begun_s = self._said_s = now_s()
+        self._begun_s = self._logged_s = now_s()
         self._done = 0
 
     def add(self, num_bytes: int) -> None:
@@ -65,9 +65,9 @@ class Progress:
         with self._lock:
             self._done += num_bytes
             now_s = self._now_s()
-            if now_s - self._said_s < _PROGRESS_S:
+            if now_s - self._logged_s < _PROGRESS_S:
                 return
-            self._said_s = now_s
+            self._logged_s = now_s
             done = self._done
         percent = min(100, 100 * done // max(1, self._total))
         log.info("loading weights", percent=percent, gigabytes_per_s=self._rate(done, now_s))
@@ -131,7 +131,7 @@ class WeightReader:
                 self._pending.append(self._pool.submit(self._read_chunk, source, chunk, first))
         self._settle(wait=not self._staged)
 
-    def arrive(self) -> None:
+    def wait_read(self) -> None:
         """Wait until all that was read so far is there."""
         self._settle(wait=True)
         for lane in self._lanes:
@@ -140,7 +140,7 @@ class WeightReader:
     def finish(self) -> None:
         """Wait until everything is there, and end the threads; also after an error, which it raises."""
         try:
-            self.arrive()
+            self.wait_read()
         except BaseException:
             self.abandon()
             raise

@@ -22,9 +22,9 @@ from cohort.common import paths
 from cohort.common.config import Config
 from cohort.common.devices import inventory
 from cohort.common.devices.degrees import degree_of
-from cohort.common.devices.division import divide, settle, used_gpus
+from cohort.common.devices.division import divide, resolve_division, used_gpus
 from cohort.common.devices.fit import check_fit, need
-from cohort.common.devices.gpu_locks import DeviceClaims, Held, Wish
+from cohort.common.devices.gpu_locks import DeviceClaims, Held, ShareRequest
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.device.device_name import resolve_device
@@ -65,15 +65,15 @@ class WorkerDevice:
     claim: Held | None = None
     others: tuple[tuple[torch.device, Held | None], ...] = ()
     """Devices of the worker's other ranks on this host, with their claims; on a CPU all the same."""
-    elsewhere: int = 0
+    remote_ranks: int = 0
 
     @property
-    def here(self) -> int:
+    def local_ranks(self) -> int:
         return 1 + len(self.others)
 
     @property
     def degree(self) -> int:
-        return self.here + self.elsewhere
+        return self.local_ranks + self.remote_ranks
 
 
 def torch_facts() -> TorchFacts:
@@ -145,15 +145,15 @@ def candidates(config: Config, device: torch.device, gpus: list[TorchGpu], degre
     return [gpu for gpu in gpus if gpu.index in fitting]
 
 
-def wish_for(config: Config, instance: str, default_role: Role, visible: int) -> Wish:
+def share_request(config: Config, instance: str, default_role: Role, visible: int) -> ShareRequest:
     """Return the share that this worker requests. One that the configuration does not name, as in a container, takes a
     role of its pipeline's plan, if roles are left to it (`workers: auto`)."""
-    settled = settle(config, visible)
+    settled = resolve_division(config, visible)
     role: Role | tuple[Role, ...] = settled.instance_roles.get(instance, default_role)
     if config.divides and instance not in settled.instance_roles:
         role = tuple(settled.instance_roles.values())
     most = used_gpus(config, visible) if config.engine.gpus else 0
-    return Wish(divide(config, visible).sharers, instance, role, pipeline_id(config), most)
+    return ShareRequest(divide(config, visible).sharers, instance, role, pipeline_id(config), most)
 
 
 def pipeline_id(config: Config) -> str:
@@ -176,11 +176,11 @@ async def claim_device(
     degree = await in_engine(executor, worker_degree, config, instance, own_role)
     here = max(1, degree // config.worker_group(instance, own_role).hosts)
     if device.type != "cuda":
-        return WorkerDevice(device, own_role, others=((device, None),) * (here - 1), elsewhere=degree - here)
+        return WorkerDevice(device, own_role, others=((device, None),) * (here - 1), remote_ranks=degree - here)
     gpus = await in_engine(executor, torch_gpus)
     able = await in_engine(executor, candidates, config, device, gpus, degree)
     claims = DeviceClaims(Path(config.engine.claim_dir) if config.engine.claim_dir else paths.cache_dir() / "claims")
-    wish = wish_for(config, instance, own_role, len(able))
+    wish = share_request(config, instance, own_role, len(able))
     waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, here)
     while not held:
         if waited_s >= config.engine.claim_wait_s:
@@ -209,7 +209,7 @@ async def claim_device(
     return WorkerDevice(first, claim.role, wish.sharers, claim, tuple(others), degree - here)
 
 
-def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, degree: int) -> list[Claimed]:
+def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: ShareRequest, degree: int) -> list[Claimed]:
     """Return a share of each of `degree` GPUs, or none: two workers that held parts would wait for each other."""
     held: list[Claimed] = []
     if not isinstance(wish.role, Role):  # every worker of the plan claims as often

@@ -141,14 +141,14 @@ class EngineThreads:
         try:
             with self._runner.copies_elsewhere(plan.copies), self._copier.around(plan.copies):
                 if batch.num_rows:
-                    self._gaps.begun()
+                    self._gaps.on_start()
                     try:
                         step = self._runner.launch(batch)
                     except BaseException:
-                        self._gaps.ended()
+                        self._gaps.on_end()
                         raise
                     if isinstance(step, Done):
-                        self._gaps.ended()
+                        self._gaps.on_end()
                     at_it()
         except BaseException as error:
             at_it()
@@ -164,10 +164,10 @@ class EngineThreads:
         try:
             output = step.finish()
         except BaseException as error:
-            self._gaps.ended()
+            self._gaps.on_end()
             computed.set_exception(error)
             return
-        self._gaps.ended()
+        self._gaps.on_end()
         computed.set_result(output)
 
 
@@ -181,7 +181,7 @@ class LoraLoader:
 
     def __init__(self, store: LoraStore, tell: Callable[[AdapterLoaded | AdapterFailed], object]) -> None:
         self._store = store
-        self._tell = tell
+        self._report = tell
         # One OpenMP thread: the steps have the cores.
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="lora", initializer=torch.set_num_threads, initargs=(1,)
@@ -211,8 +211,8 @@ class LoraLoader:
             log.warning(
                 "LoRA adapter not loaded", adapter=name, exc_info=not isinstance(error, ModelError), why=str(error)
             )
-            self._tell(AdapterFailed(name, str(error) if isinstance(error, ModelError) else repr(error)))
+            self._report(AdapterFailed(name, str(error) if isinstance(error, ModelError) else repr(error)))
             return
         seconds = round(loop.time() - began_s, 3)
         log.info("LoRA adapter loaded", adapter=name, instead_of=effect.instead_of, seconds=seconds)
-        self._tell(AdapterLoaded(name))
+        self._report(AdapterLoaded(name))

@@ -56,12 +56,12 @@ from cohort.common.process.logs import configure_logging
 from cohort.common.transport.rank_wire import WireLost
 
 _PR_SET_PDEATHSIG = 1
-_SAID_S = 0.2
+_FLUSH_S = 0.2
 _SWITCH_INTERVAL_S = 2e-4  # as in a worker: the thread that moves blocks gives the interpreter up so soon
 
 
 def main(arguments: list[str]) -> NoReturn:
-    die_with(int(arguments[0]))
+    exit_with_parent(int(arguments[0]))
     if len(arguments) == 2:
         follow_elsewhere(msgspec.json.decode(arguments[1], type=Place))
     _take_no_signals()
@@ -92,7 +92,7 @@ def follow_elsewhere(place: Place) -> NoReturn:
         _exit_with(1, str(error))
     except Exception:
         structlog.get_logger(__name__).critical("this rank cannot go on", exc_info=True)
-        time.sleep(_SAID_S)  # a thread sends what is left for rank 0
+        time.sleep(_FLUSH_S)  # a thread sends what is left for rank 0
     os._exit(1)
 
 
@@ -107,7 +107,7 @@ def _take_no_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the thread that started it ends; at once, if it has."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -131,7 +131,7 @@ def follow(control: socket.socket, orders: socket.socket, store: socket.socket, 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     threading.Thread(target=_move_kv, args=(runner, orders), name="kv-transfers", daemon=True).start()
     copier = KvCopier(runner.kv)
-    garbage.settle()
+    garbage.freeze_heap()
     while True:
         match command := receive_command(control):
             case Step(taken=taken, awaited=awaited):

@@ -25,7 +25,7 @@ class IterationGaps:
         with self._lock:
             self._ended_s = None
 
-    def begun(self) -> None:
+    def on_start(self) -> None:
         """Record that an iteration's rows are given to the device. No gap if those before them still run."""
         with self._lock:
             if self._running:
@@ -34,7 +34,7 @@ class IterationGaps:
                 self._observe(self._now_s() - self._ended_s)
             self._running += 1
 
-    def ended(self) -> None:
+    def on_end(self) -> None:
         with self._lock:
             self._running -= 1
             self._ended_s = self._now_s()

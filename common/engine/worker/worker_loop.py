@@ -64,7 +64,7 @@ from cohort.common.machines.events import (
     WorkerEvent,
 )
 from cohort.common.machines.machine import Machine
-from cohort.common.machines.worker.plan_ahead import StepEnds
+from cohort.common.machines.worker.plan_ahead import StepEndForecast
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
 from cohort.common.machines.worker.worker_view import blocks_of, drafts_of, iteration_of, rows_of
@@ -113,7 +113,7 @@ class WorkerLoop:
         self._config = config
         self._plans_ahead = settings_of(config, EngineSettings).plan_ahead
         self._machine = machine
-        self._told = told
+        self._handler = told
         self._learned = learned
         self._bus = context.bus
         self._clock = context.clock
@@ -130,28 +130,28 @@ class WorkerLoop:
             clock=context.clock,
             metrics=self._metrics.transfer,
             announce=self._send,
-            on_sent=lambda lease_id, error: self._tell(RunsSent(lease_id, error)),
-            on_received=lambda lease_id, round_, error: self._tell(RunsReceived(lease_id, round_, error)),
-            on_measured=lambda peer, bytes_per_s: self._tell(LinkMeasured(peer, bytes_per_s)),
+            on_sent=lambda lease_id, error: self._feed(RunsSent(lease_id, error)),
+            on_received=lambda lease_id, round_, error: self._feed(RunsReceived(lease_id, round_, error)),
+            on_measured=lambda peer, bytes_per_s: self._feed(LinkMeasured(peer, bytes_per_s)),
         )
         self._builder = BatchBuilder(machine.kv, numbered=runner.drafter is not None)
         self._drafting = _drafting(context, runner)
-        self._loras = LoraLoader(runner.lora, self._tell)
+        self._loras = LoraLoader(runner.lora, self._feed)
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
         self._copier = host.copier()
         self._engine = EngineThreads(host, self._copier, self._gaps, engine)
-        self._step_ends = StepEnds()
+        self._step_ends = StepEndForecast()
         self._forgotten = 0
         """Number of ended requests when drafts of sequences that are gone were forgotten last."""
-        self._next: IterationPlan | None = None
+        self._next_plan: IterationPlan | None = None
         """Plan that was decided and not yet begun."""
-        self._behind: IterationPlan | None = None
+        self._queued_plan: IterationPlan | None = None
         """Plan to be queued after the step that runs."""
         self._decided_s = 0.0
-        self._put_off: list[WorkerEffect] = []
+        self._deferred_effects: list[WorkerEffect] = []
         """Effects of a step's end that are performed once the next step runs."""
-        self._work = asyncio.Event()
-        self._something = asyncio.Event()
+        self._step_ready = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._addresses: dict[str, bytes] = {}
 
     async def run(self) -> None:
@@ -182,13 +182,13 @@ class WorkerLoop:
             if self._learned is not None:
                 self._learned.save()
 
-    def _tell(self, *events: WorkerEvent) -> list[WorkerEffect]:
+    def _feed(self, *events: WorkerEvent) -> list[WorkerEffect]:
         """Feed events to the machine, perform its effects and return them."""
-        effects = self._ask(*events)
+        effects = self._feed_deferring(*events)
         self._perform(effects)
         return effects
 
-    def _ask(self, *events: WorkerEvent) -> list[WorkerEffect]:
+    def _feed_deferring(self, *events: WorkerEvent) -> list[WorkerEffect]:
         """Feed events to the machine. The next step, if there is one, is stored; the caller performs the rest."""
         addresses = self._agent.addresses
         if addresses != self._addresses:  # a link may have had to move
@@ -196,7 +196,7 @@ class WorkerLoop:
             events = (LinkAddresses(addresses), *events)
         now_s = self._clock.now_s()
         try:
-            effects = self._told.handle(now_s, *events)
+            effects = self._handler.handle(now_s, *events)
         except Exception:
             # It may be what was learned that a decision stumbles over, and a restart must not stumble again.
             if self._learned is not None:
@@ -206,11 +206,11 @@ class WorkerLoop:
         if effects and isinstance(last := effects[-1], StartStep):
             self._decided_s = now_s
             if last.ahead:
-                self._behind = last.plan
+                self._queued_plan = last.plan
             else:
-                self._next = last.plan
-                self._work.set()
-        self._something.set()
+                self._next_plan = last.plan
+                self._step_ready.set()
+        self._wakeup.set()
         return effects
 
     def _perform(self, effects: list[WorkerEffect]) -> None:
@@ -238,7 +238,7 @@ class WorkerLoop:
                 case LoadAdapter():
                     self._loras.load(effect)
                 case StartStep():
-                    pass  # the step task's, see `_ask`
+                    pass  # the step task's, see `_feed_deferring`
                 case _:
                     assert_never(effect)
 
@@ -248,7 +248,7 @@ class WorkerLoop:
         except PeerUnreachable as error:
             # A message lost here is repaired: workers by deadlines, gateway and manager by their reconciliation.
             self._log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
-            asyncio.get_running_loop().call_soon(self._tell, Undelivered(peer, message))
+            asyncio.get_running_loop().call_soon(self._feed, Undelivered(peer, message))
 
     async def _receive(self) -> None:
         """Receive messages. Those that arrived together are fed together, so that the machine plans once."""
@@ -261,21 +261,21 @@ class WorkerLoop:
                 if isinstance(message, ToWorker):
                     events.append(Received(sender, message))
                 elif isinstance(message, Look):
-                    self._show.look(sender, message)
+                    self._show.show(sender, message)
                 else:
                     self._log.warning("message not for a worker", sender=sender, type=type(message).__name__)
-            self._tell(*events)
+            self._feed(*events)
 
     # -- iterations --------------------------------------------------------------------------------------------
 
     async def _step(self) -> None:
         """Run one iteration after the other; at most one runs, and one is queued after it."""
         while True:
-            plan, self._next = self._next, None
+            plan, self._next_plan = self._next_plan, None
             if plan is None:
                 self._gaps.out_of_work()
-                self._work.clear()
-                await self._work.wait()
+                self._step_ready.clear()
+                await self._step_ready.wait()
             else:
                 await self._iterate(plan)
 
@@ -285,7 +285,7 @@ class WorkerLoop:
         step = self._begin(plan)
         step.drafting_s = drafting_s
         await step.launched
-        put_off, self._put_off = self._put_off, []
+        put_off, self._deferred_effects = self._deferred_effects, []
         self._perform(put_off)
         while True:
             following = await self._plan_ahead(step)
@@ -296,7 +296,7 @@ class WorkerLoop:
                 if following is not None:
                     await asyncio.wait([following.computed])  # it fails as well, and its blocks are about to be freed
                     following.computed.exception()
-                self._tell(StepFailed(f"iteration failed: {error}"))
+                self._feed(StepFailed(f"iteration failed: {error}"))
                 await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # a broken device must not spin the loop
                 return
             ended_s = self._clock.now_s()
@@ -311,7 +311,7 @@ class WorkerLoop:
     async def _draft(self, plan: IterationPlan) -> float:
         """Let the draft model propose for rows that may carry drafts. Return the seconds that it took."""
         drafting = self._drafting
-        asked = [] if drafting is None else drafting.wanted(plan.rows, self._machine.kv, self._builder.number)
+        asked = [] if drafting is None else drafting.model_requests(plan.rows, self._machine.kv, self._builder.number)
         if drafting is None or drafting.model is None or not asked:
             return 0.0
         try:
@@ -345,8 +345,8 @@ class WorkerLoop:
             return None
         drafting = self._drafting
         expected = [] if drafting is None or not step.plan.watched else drafting.expected(step.sampling)
-        self._perform(self._ask(PlanAhead(expected)))
-        plan, self._behind = self._behind, None
+        self._perform(self._feed_deferring(PlanAhead(expected)))
+        plan, self._queued_plan = self._queued_plan, None
         return None if plan is None else self._begin(plan, behind=step.sampling)
 
     def _plan_after_s(self, plan: IterationPlan) -> float | None:
@@ -366,16 +366,18 @@ class WorkerLoop:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             drafts = self._drafting.judged(step.sampling, proposed, output)
         finished = 0 if self._drafting is None else self._finished
-        effects = self._ask(StepEnded(sampled_of(step.sampling, output), latency_s, scores, drafts, step.drafting_s))
+        effects = self._feed_deferring(
+            StepEnded(sampled_of(step.sampling, output), latency_s, scores, drafts, step.drafting_s)
+        )
         if self._drafting is not None and (now_finished := self._finished) != self._forgotten:
             holds, self._forgotten = self._machine.state.holds, now_finished
             if self._drafting.learns and now_finished != finished:
-                self._drafting.ended([each for each in step.sampling if not holds(each)])
+                self._drafting.on_ended([each for each in step.sampling if not holds(each)])
             self._drafting.forget(holds)  # between two steps: one that runs is judged by what was expected
         if self._config.predictor.refine_after_prefill and not step.batch.scoring:
-            self._tell_predictor(step.sampling)
-        if alone and self._host.overlaps and self._next is not None:
-            self._put_off = effects
+            self._send_prompt_states(step.sampling)
+        if alone and self._host.overlaps and self._next_plan is not None:
+            self._deferred_effects = effects
         else:
             self._perform(effects)
         self._metrics.step(step.plan, latency_s)
@@ -388,7 +390,7 @@ class WorkerLoop:
         """Requests that ended here, one way or another."""
         return sum(self._machine.counters.finished.values())
 
-    def _tell_predictor(self, sampling: list[Sequence]) -> None:
+    def _send_prompt_states(self, sampling: list[Sequence]) -> None:
         """Send the predictor the states in which prompts ended; nothing waits for its result."""
         for state in prompt_states(self._host.runner, sampling):
             with contextlib.suppress(PeerUnreachable):
@@ -399,7 +401,7 @@ class WorkerLoop:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._tell(Tick())
+            self._feed(Tick())
             if self._drafting is not None:
                 self._drafting.learn()
 
@@ -408,7 +410,7 @@ class WorkerLoop:
         while True:
             pause_s = _REGISTER_EVERY_S
             await self._host.count_free()
-            for effect in self._tell(ReportDue(self._host.free_bytes)):
+            for effect in self._feed(ReportDue(self._host.free_bytes)):
                 match effect:
                     case Send(message=WorkerReport(stats=stats)):
                         pause_s = REPORT_INTERVAL_S
@@ -422,15 +424,15 @@ class WorkerLoop:
     async def _drain(self) -> None:
         """Finish the sequences here, except those that the manager, informed at once, moves to other workers. Those
         left at the deadline are rescheduled by the leave."""
-        self._tell(DrainStarted())
-        self._tell(ReportDue(self._host.free_bytes))
+        self._feed(DrainStarted())
+        self._feed(ReportDue(self._host.free_bytes))
         deadline_s = self._clock.now_s() + self._config.drain_s
         while not self._machine.idle and self._clock.now_s() < deadline_s:
-            self._something.clear()
+            self._wakeup.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
-                    await self._something.wait()
-        self._tell(DrainEnded())
+                    await self._wakeup.wait()
+        self._feed(DrainEnded())
 
     def _heartbeat(self) -> dict[str, float]:
         stats = self._machine.stats(self._host.free_bytes)
@@ -500,7 +502,7 @@ class WorkerShow:
         for sequence in plan.evicted:
             self._decisions.note(now_s, "evicted", sequence.request_id, instances=here, reason="parked for later")
 
-    def look(self, sender: InstanceId, asked: Look) -> None:
+    def show(self, sender: InstanceId, asked: Look) -> None:
         """Answer the monitor's request. A view that cannot be sent is not missed: the next one is fresher."""
         if sender != MONITOR:
             return

@@ -30,7 +30,7 @@ from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device.compiled_kernels import KernelBuild
 from cohort.common.engine.device.device_name import device_name, native_bfloat16, own_cores, resolve_dtype
 from cohort.common.engine.ranks.followers import Followers
-from cohort.common.engine.ranks.rank_hosts import RanksElsewhere
+from cohort.common.engine.ranks.rank_hosts import RemoteRanks
 from cohort.common.engine.ranks.rank_messages import Setup
 from cohort.common.engine.ranks.rank_orders import OpenLinks
 from cohort.common.engine.ranks.rank_transfers import opened
@@ -185,8 +185,8 @@ def load_runner(
 
 def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
     """Let the other ranks load their shares, each for a device of its own. Return rank 0's group."""
-    devices = [str(device) for device, _ in own.others] + [""] * own.elsewhere  # other hosts' ranks choose their own
-    interface = "" if followers.elsewhere is None else followers.elsewhere.interface
+    devices = [str(device) for device, _ in own.others] + [""] * own.remote_ranks  # other hosts' ranks choose their own
+    interface = "" if followers.remote is None else followers.remote.interface
 
     def of(rank: int) -> Setup:
         options = msgspec.structs.replace(setup.options, device=devices[rank - 1])
@@ -295,11 +295,11 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     if own.degree == 1:
         await _serve(context, policies, own, engine, threads)
         return
-    folder, elsewhere = context.run_dir / f"{context.instance}.ranks", None
-    if own.elsewhere:
-        elsewhere = RanksElsewhere(config, config.worker_group(context.instance, own.role), model_folder(config))
-        context.log.info("awaiting ranks of other hosts", ranks=own.elsewhere, endpoint=elsewhere.endpoint)
-    followers = Followers(own.degree, threads=max(1, threads // own.here), folder=folder, elsewhere=elsewhere)
+    folder, remote = context.run_dir / f"{context.instance}.ranks", None
+    if own.remote_ranks:
+        remote = RemoteRanks(config, config.worker_group(context.instance, own.role), model_folder(config))
+        context.log.info("awaiting ranks of other hosts", ranks=own.remote_ranks, endpoint=remote.endpoint)
+    followers = Followers(own.degree, threads=max(1, threads // own.local_ranks), folder=folder, remote=remote)
     try:
         await _serve(context, policies, own, engine, threads, followers)
     finally:
@@ -318,7 +318,7 @@ async def _serve(
     started = time.monotonic()
     grouped = policies.groups_layers(config)
     runner = await load_ready_runner(
-        config, max(1, threads // own.here), own, engine, followers, context.instance, grouped
+        config, max(1, threads // own.local_ranks), own, engine, followers, context.instance, grouped
     )
     if followers is not None:
         followers.watch(asyncio.get_running_loop())
@@ -363,7 +363,7 @@ async def _serve(
         max_model_len=capacity.max_model_len,
         dtype=runner.dtype,
     )
-    garbage.settle()
+    garbage.freeze_heap()
     try:
         await loop.run()
     finally:

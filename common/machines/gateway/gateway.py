@@ -45,8 +45,8 @@ from cohort.common.machines.events import (
     Undelivered,
 )
 from cohort.common.machines.gateway.ledger import Action, CancelAttempt, Ledger, SubmitAttempt, unavailable
-from cohort.common.machines.gateway.peers import ManagerLink, PredictionDesk
-from cohort.common.machines.senders import may_say
+from cohort.common.machines.gateway.peers import ManagerLink, PredictionClient
+from cohort.common.machines.senders import may_send
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,
@@ -107,7 +107,7 @@ class GatewaySettings:
         )
 
 
-class AdmissionDesk:
+class AdmissionControl:
     """Admission: asks the policy with what the gateway knows, all requests that wait and, if several API keys share the
     gateway, those of the same owner. Twice per HTTP request: with an estimate from the body's size before anything is
     read, and with the real numbers after tokenising."""
@@ -226,8 +226,8 @@ class GatewayMachine:
         self.fenced_total = 0
         self._settings = settings
         self._predictor = predictor
-        self._admission = AdmissionDesk(admission, self.ledger, expected_output=settings.default_prediction_tokens)
-        self._predictions = PredictionDesk(
+        self._admission = AdmissionControl(admission, self.ledger, expected_output=settings.default_prediction_tokens)
+        self._predictions = PredictionClient(
             wait_s=settings.predictor_wait_s, default_tokens=settings.default_prediction_tokens, there=bool(predictor)
         )
         self._beat_s = now_s
@@ -332,7 +332,7 @@ class GatewayMachine:
                 stop_strings=offer.stop_strings,
                 text_bytes=offer.text_bytes,
             )
-            question = self._predictions.ask(now_s, choices, facts)
+            question = self._predictions.request_prediction(now_s, choices, facts)
             if question is not None:
                 self._effects.append(Send(self._predictor, question))
             self._submit(now_s, (entry for entry in choices if entry.prediction is not None))
@@ -363,10 +363,14 @@ class GatewayMachine:
             self._end(entry, finish, reason)
 
     def _received(self, now_s: float, sender: InstanceId, message: ToGateway) -> None:
-        if not may_say(sender, message, managers=self.link.managers, predictor=self._predictor):
+        if not may_send(sender, message, managers=self.link.managers, predictor=self._predictor):
             self.misnamed_total += 1
             return
-        if sender in self.link.managers and not self.link.heard(now_s, sender) and type(message) is not ManagerHello:
+        if (
+            sender in self.link.managers
+            and not self.link.note_alive(now_s, sender)
+            and type(message) is not ManagerHello
+        ):
             self.fenced_total += 1
             self._correct(now_s, sender)
             return
@@ -435,7 +439,7 @@ class GatewayMachine:
     def _tick(self, now_s: float) -> None:
         self._wake_s = float("inf")
         self._submit(now_s, self._predictions.overdue(now_s))
-        self._effects.extend(Send(manager, greeting) for manager, greeting in self.link.greetings(now_s))
+        self._effects.extend(Send(manager, greeting) for manager, greeting in self.link.due_hellos(now_s))
         if now_s >= self._beat_s:
             self._beat_s = now_s + BEAT_S
             self._act(now_s, self.ledger.tick(now_s))
@@ -474,7 +478,7 @@ class GatewayMachine:
 
     def _end(self, entry: Entry, finish: FinishReason, reason: str) -> None:
         assert self.ledger.get(entry.request_id) is not entry, f"{entry} has ended and is owned"
-        observation = self._predictions.ended(entry, finish)
+        observation = self._predictions.observed(entry, finish)
         if observation is not None:
             self._effects.append(Send(self._predictor, observation))
         self._effects.append(Ended(entry, finish, reason))

@@ -112,9 +112,9 @@ class Ledger:
             expires_s=now_s + self._request_timeout_s,
             owner=owner,
             prediction=request.prediction,
-            last_news_s=now_s,
+            last_progress_s=now_s,
             queued_tokens=request.prompt_tokens + max(1.0, expected_output),
-            together=together,
+            sibling_ids=together,
             output=known,
         )
         assert entry.queued_tokens > 0, f"{entry} waits and counts for nothing"
@@ -143,8 +143,8 @@ class Ledger:
         entry = self._entries.get(request_id)
         if entry is not None and entry.state is State.OPEN:
             entry.state = State.WAITING
-            entry.last_news_s = now_s
-            entry.happened(now_s, "submitted")
+            entry.last_progress_s = now_s
+            entry.add_moment(now_s, "submitted")
 
     def undelivered(self, attempt: Attempt) -> None:
         entry = self._entries.get(attempt.request_id)
@@ -186,7 +186,7 @@ class Ledger:
         ):
             assert not entry.queued_tokens, f"{entry} has tokens and counts as waiting"
             output.extend(tokens)
-            entry.last_token_s = entry.last_news_s = now_s
+            entry.last_token_s = entry.last_progress_s = now_s
             return Deliver(entry, tokens, [])
         return None
 
@@ -200,7 +200,7 @@ class Ledger:
             older = update.attempt < entry.attempt and update.finish is None
             return [CancelAttempt(update.attempt, (sender,), "superseded")] if older else []
         if update.times is not None and sender not in entry.times:
-            entry.happened(now_s, "first token from", sender)
+            entry.add_moment(now_s, "first token from", sender)
         self._note(entry, sender, update)
         return self._judge(now_s, entry, sender, update)
 
@@ -233,7 +233,7 @@ class Ledger:
             if entry.first_token_s is None:
                 entry.first_token_s = now_s
                 entry.first_times = _sum_times(entry.times.values())
-            entry.last_token_s = entry.last_news_s = now_s
+            entry.last_token_s = entry.last_progress_s = now_s
             entry.state = State.RUNNING
             self._leave_queue(entry)
             before = entry.known
@@ -258,11 +258,11 @@ class Ledger:
         if entry.state is not State.RUNNING:
             entry.state = State.PLACED
             self._leave_queue(entry)
-            entry.last_news_s = now_s
+            entry.last_progress_s = now_s
         if entry.first_token_s is None:
             entry.bucket_s = message.queued_s
         entry.placement_reason = message.reason
-        entry.happened(now_s, "placed", ", ".join(message.instances), message.reason)
+        entry.add_moment(now_s, "placed", ", ".join(message.instances), message.reason)
         if message.best_effort:
             entry.best_effort, entry.forecast_s = True, message.forecast_s
         entry.holders.update(message.instances)
@@ -283,7 +283,7 @@ class Ledger:
         over = [attempt for attempt in attempts if attempt.request_id not in self._entries]
         actions: list[Action] = [CancelAttempt(attempt, (), "unknown request") for attempt in over]
         for entry in sorted(lost.values(), key=lambda entry: entry.request.arrival_s):
-            if not (unheld and entry.state is State.RUNNING and now_s - entry.last_news_s < _TOKENS_COME_S):
+            if not (unheld and entry.state is State.RUNNING and now_s - entry.last_progress_s < _TOKENS_COME_S):
                 actions += self._lost(entry, now_s, "lost", reason)
         return actions
 
@@ -294,7 +294,7 @@ class Ledger:
             return []
         error = _refusal(entry, message)
         actions: list[Action] = []
-        for name in entry.together or (entry.request_id,):
+        for name in entry.sibling_ids or (entry.request_id,):
             each = self._entries.get(name)
             if each is not None:
                 each.refused_because, each.forecast_s = message.cause or "other", message.forecast_s
@@ -319,7 +319,9 @@ class Ledger:
                 late = f"The request did not finish within {self._request_timeout_s:g} s"
                 why = f"{late} ({len(entry.output)} tokens were produced)."
                 actions += self._fail(entry, RequestError(why, status=504, type_="timeout_error"))
-            elif entry.state in (State.PLACED, State.RUNNING) and now_s - entry.last_news_s >= self._stall_timeout_s:
+            elif (
+                entry.state in (State.PLACED, State.RUNNING) and now_s - entry.last_progress_s >= self._stall_timeout_s
+            ):
                 actions += self._lost(entry, now_s, "stall", f"no token for {self._stall_timeout_s:g} s")
         return actions
 
@@ -374,7 +376,7 @@ class Ledger:
         if placed >= self._max_attempts:
             why = f"The request was placed {placed} times and lost each time (last: {reason})."
             return self._fail(entry, unavailable(why, retry_after_s=1.0))
-        entry.happened(now_s, "lost", ", ".join(sorted(entry.holders)), reason)
+        entry.add_moment(now_s, "lost", ", ".join(sorted(entry.holders)), reason)
         assert self._entries.get(entry.request_id) is entry, f"{entry} is over, and lost"
         before, entry.attempt = entry.attempt, entry.attempt.next()
         assert entry.attempt > before, f"{entry.attempt} comes after {before}"
@@ -382,7 +384,7 @@ class Ledger:
         entry.lost_kind = kind
         entry.state = State.OPEN
         entry.holders.clear()
-        entry.last_news_s = now_s
+        entry.last_progress_s = now_s
         self.resubmitted_total += 1
         return [*cancel, SubmitAttempt(entry)]
 

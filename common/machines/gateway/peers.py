@@ -1,6 +1,6 @@
 """The other processes that a gateway talks to: the length predictor and the bucketing managers.
 
-Called by `gateway.py`. `PredictionDesk` names the requests that have their prediction, `ManagerLink` says whether any
+Called by `gateway.py`. `PredictionClient` names the requests that have their prediction, `ManagerLink` says whether any
 may be submitted.
 """
 
@@ -24,20 +24,20 @@ from cohort.common.messages import (
 )
 from cohort.common.types import FinishReason, InstanceId, Prediction, RequestId
 
-PATIENCE = 8  # questions in a row without an answer in time
+MAX_TIMEOUTS = 8  # questions in a row without an answer in time
 PROBE_INTERVAL_S = 1.0
 
 # In units of manager.load_interval_s. After so long without a message the manager is greeted anew, and new requests
 # wait until it answers: a manager that was started again takes nothing from a gateway that has not greeted it.
 OVERDUE_LOADS = 3
 LEAST_OVERDUE_S = 0.5
-GREETING_INTERVAL_S = 0.2
+HELLO_INTERVAL_S = 0.2
 # In the same units: after so long the gateway counts as not ready.
 MISSED_LOADS = 10
 LEAST_SILENCE_S = 2.0
 
-STANDBY_GREETING_S = 1.0
-_LIVES_S = 1.5 * STANDBY_GREETING_S
+STANDBY_HELLO_INTERVAL_S = 1.0
+_LIVENESS_S = 1.5 * STANDBY_HELLO_INTERVAL_S
 """Time of silence after which a manager is not asked to lead: it would find the request when it is back."""
 
 
@@ -47,16 +47,16 @@ def default_prediction(tokens: int, max_tokens: int) -> Prediction:
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _PendingPrediction:
     """Prompt whose length was requested. `entries`: its choices that are not over."""
 
     entries: list[Entry]
-    asked_s: float
+    sent_s: float
     waiting: bool = True
     """Whether no request of it was submitted yet."""
 
 
-class PredictionDesk:
+class PredictionClient:
     """Gateway's side of length prediction: request one, wait a few milliseconds at most, go on with a default. A silent
     predictor never costs more than `wait_s`. After a few timeouts in a row it counts as away: then no request waits and
     only one question a second is sent, to notice its return."""
@@ -65,28 +65,28 @@ class PredictionDesk:
         """`there`: whether a predictor exists at all."""
         self._wait_s = wait_s
         self._default_tokens = default_tokens
-        self._there = there
-        self._questions: dict[RequestId, _Question] = {}
+        self._has_predictor = there
+        self._pending: dict[RequestId, _PendingPrediction] = {}
         """Questions by the id of the prompt's first choice, open or, later, waiting for a correction."""
         self._due: deque[tuple[float, RequestId]] = deque()
         """Timeouts of questions, in the order in which they were sent, which is the order of time."""
-        self._silences = 0
+        self._timeouts = 0
         self._probe_s = float("-inf")
         self.defaults_total = 0
         """Requests that were submitted with a default prediction, by us or by a predictor that has no model yet."""
 
     @property
     def away(self) -> bool:
-        return self._silences >= PATIENCE
+        return self._timeouts >= MAX_TIMEOUTS
 
     def due_s(self) -> float:
         """Return when the oldest question times out; infinite if no request waits."""
         due = self._due
-        while due and not ((question := self._questions.get(due[0][1])) and question.waiting):
+        while due and not ((question := self._pending.get(due[0][1])) and question.waiting):
             due.popleft()
         return due[0][0] if due else float("inf")
 
-    def ask(self, now_s: float, choices: Sequence[Entry], facts: LengthFacts) -> PredictLength | None:
+    def request_prediction(self, now_s: float, choices: Sequence[Entry], facts: LengthFacts) -> PredictLength | None:
         """Ask once for all choices of one prompt. Return the message to send, if there is one. Entries that have no
         prediction afterwards wait for `answered` or `overdue`."""
         for entry in choices:
@@ -94,12 +94,12 @@ class PredictionDesk:
         if choices[0].prediction is not None:
             return None
         name = choices[0].request_id
-        if not self._asks(now_s):
+        if not self._may_send(now_s):
             self._silent(choices)
             return None
-        question = self._questions[name] = _Question(list(choices), now_s)
+        question = self._pending[name] = _PendingPrediction(list(choices), now_s)
         for entry in choices:
-            entry.asked_as = name
+            entry.prediction_id = name
         if self.away or self._wait_s <= 0:
             self._give_up(question)
         else:
@@ -108,8 +108,8 @@ class PredictionDesk:
 
     def answered(self, now_s: float, message: Predicted) -> tuple[list[Entry], bool]:
         """Return the entries that the answer is about, and whether it is late: they have been submitted without it."""
-        self._silences = 0
-        question = self._questions.pop(message.request_id, None)
+        self._timeouts = 0
+        question = self._pending.pop(message.request_id, None)
         if question is None:
             return [], False
         for entry in question.entries:
@@ -118,48 +118,48 @@ class PredictionDesk:
             return question.entries, True
         if message.prediction.source == "default":
             self.defaults_total += len(question.entries)
-        self._came(now_s, question)
+        self._resolve(now_s, question)
         return question.entries, False
 
     def unreachable(self, now_s: float, request_id: RequestId) -> list[Entry]:
         """Return the entries that go on without an answer, because the question could not be sent."""
-        question = self._questions.pop(request_id, None)
+        question = self._pending.pop(request_id, None)
         if question is None or not question.waiting:
             return []
         self._silent(question.entries)
-        self._came(now_s, question)
+        self._resolve(now_s, question)
         return question.entries
 
     def overdue(self, now_s: float) -> list[Entry]:
         """Return entries whose wait is over: they go on with a default."""
         ready: list[Entry] = []
         while self.due_s() <= now_s:
-            question = self._questions[self._due.popleft()[1]]
+            question = self._pending[self._due.popleft()[1]]
             self._give_up(question)
-            self._came(now_s, question)
+            self._resolve(now_s, question)
             ready += question.entries
         return ready
 
-    def ended(self, entry: Entry, finish: FinishReason) -> ObserveLength | None:
+    def observed(self, entry: Entry, finish: FinishReason) -> ObserveLength | None:
         """Return the observation of an ended request for the predictor. One that is away learns nothing."""
-        question = self._questions.get(entry.asked_as)
+        question = self._pending.get(entry.prediction_id)
         if question is not None:
             question.entries = [other for other in question.entries if other is not entry]
             if not question.entries:
-                del self._questions[entry.asked_as]
+                del self._pending[entry.prediction_id]
         if finish not in (FinishReason.STOP, FinishReason.LENGTH) or not entry.output or entry.facts is None:
             return None
-        if not self._there or self.away:
+        if not self._has_predictor or self.away:
             return None
         return ObserveLength(
             entry.request_id, entry.facts, output_tokens=len(entry.output), truncated=finish is FinishReason.LENGTH
         )
 
     def observation_lost(self) -> None:
-        self._silences += 1
+        self._timeouts += 1
 
-    def _asks(self, now_s: float) -> bool:
-        if not self._there:
+    def _may_send(self, now_s: float) -> bool:
+        if not self._has_predictor:
             return False
         if self.away:
             if now_s - self._probe_s < PROBE_INTERVAL_S:
@@ -167,20 +167,20 @@ class PredictionDesk:
             self._probe_s = now_s
         return True
 
-    def _give_up(self, question: _Question) -> None:
+    def _give_up(self, question: _PendingPrediction) -> None:
         assert question.waiting, "its requests have been submitted"
         question.waiting = False
         self._silent(question.entries)
 
     def _silent(self, entries: Sequence[Entry]) -> None:
-        self._silences += 1
+        self._timeouts += 1
         for entry in entries:
             entry.prediction = default_prediction(self._default_tokens, entry.request.sampling.max_tokens)
         self.defaults_total += len(entries)
 
-    def _came(self, now_s: float, question: _Question) -> None:
+    def _resolve(self, now_s: float, question: _PendingPrediction) -> None:
         for entry in question.entries:
-            entry.predict_s = now_s - question.asked_s
+            entry.predict_s = now_s - question.sent_s
 
 
 class ManagerLink:
@@ -208,16 +208,16 @@ class ManagerLink:
         self._leads = False
         self._followed_epoch = 0
         self.epoch = 0
-        self._heard_s = float("-inf")
-        self._greeted_s = float("-inf")
-        self._standbys_greeted_s = float("-inf")
+        self._last_message_s = float("-inf")
+        self._hello_sent_s = float("-inf")
+        self._standby_hello_sent_s = float("-inf")
         self._corrected_s = float("-inf")
         self._leaderless_s = float("inf")
         """Time since which no manager is known to lead, silence apart; infinite before the first greeting."""
         self._served_until_s = float("-inf")
         """Time until which a new manager may wait for its workers' registrations, if the one before it could serve."""
-        self._spoke_s: dict[InstanceId, float] = {}
-        self._stand_by: set[InstanceId] = set()
+        self._last_message_s_of: dict[InstanceId, float] = {}
+        self._on_standby: set[InstanceId] = set()
         """Managers that reported themselves as standby since none is known to lead."""
         self.load: ClusterLoad | None = None
         self._workers: list[InstanceId] = []
@@ -225,70 +225,70 @@ class ManagerLink:
 
     def known(self, now_s: float) -> bool:
         """Return whether the manager has answered, and not long ago."""
-        return self._leads and now_s - self._heard_s < self._overdue_s
+        return self._leads and now_s - self._last_message_s < self._overdue_s
 
     def due_s(self) -> float:
         """Return when the next greeting is due."""
-        spoken_s = self._heard_s + self._overdue_s if self._leads else float("-inf")
-        lost_s = max(spoken_s, self._greeted_s + GREETING_INTERVAL_S)
-        return min(lost_s, self._standbys_greeted_s + STANDBY_GREETING_S) if len(self.managers) > 1 else lost_s
+        spoken_s = self._last_message_s + self._overdue_s if self._leads else float("-inf")
+        lost_s = max(spoken_s, self._hello_sent_s + HELLO_INTERVAL_S)
+        return min(lost_s, self._standby_hello_sent_s + STANDBY_HELLO_INTERVAL_S) if len(self.managers) > 1 else lost_s
 
-    def greetings(self, now_s: float) -> list[tuple[InstanceId, GatewayHello]]:
+    def due_hellos(self, now_s: float) -> list[tuple[InstanceId, GatewayHello]]:
         if now_s < self.due_s():
             return []
         several = len(self.managers) > 1
-        if several and now_s >= self._standbys_greeted_s + STANDBY_GREETING_S:
-            self._standbys_greeted_s = now_s
+        if several and now_s >= self._standby_hello_sent_s + STANDBY_HELLO_INTERVAL_S:
+            self._standby_hello_sent_s = now_s
             if self.known(now_s):
-                return [(name, self._said(lead=False)) for name in self.managers if name != self.manager]
+                return [(name, self._build_hello(lead=False)) for name in self.managers if name != self.manager]
         if self._leaderless_s == float("inf"):
             self._leaderless_s = now_s
-        asked = self._asked(now_s) if several else None
-        self._greeted_s = now_s
-        return [(name, self._said(lead=name == asked)) for name in self.managers]
+        asked = self._manager_to_promote(now_s) if several else None
+        self._hello_sent_s = now_s
+        return [(name, self._build_hello(lead=name == asked)) for name in self.managers]
 
     def hello(self, now_s: float) -> GatewayHello:
         """Return a greeting for the manager that is followed, whether it is due or not."""
-        self._greeted_s = now_s
-        return self._said(lead=False)
+        self._hello_sent_s = now_s
+        return self._build_hello(lead=False)
 
     def correction(self, now_s: float) -> GatewayHello | None:
         """Return a hello for a manager that acts as if it were followed; None if it may have had one already."""
-        if now_s - self._corrected_s < GREETING_INTERVAL_S:
+        if now_s - self._corrected_s < HELLO_INTERVAL_S:
             return None
         self._corrected_s = now_s
-        return self._said(lead=False)
+        return self._build_hello(lead=False)
 
-    def heard(self, now_s: float, manager: InstanceId) -> bool:
+    def note_alive(self, now_s: float, manager: InstanceId) -> bool:
         """Record that the manager lives. Return whether it is the one that is followed."""
-        self._spoke_s[manager] = now_s
+        self._last_message_s_of[manager] = now_s
         if manager != self.manager:
             return False
-        self._heard_s = now_s
+        self._last_message_s = now_s
         return True
 
     def on_hello(self, now_s: float, manager: InstanceId, message: ManagerHello) -> bool:
         """Return whether this manager is to be followed and does not know us: another one, or a new incarnation."""
-        self._spoke_s[manager] = now_s
+        self._last_message_s_of[manager] = now_s
         stale = message.epoch < self.epoch
         self.epoch = max(self.epoch, message.epoch)
         if not message.leads:
             if manager == self.manager and self._leads:  # started again, or replaced
-                self._leads, self._leaderless_s, self._stand_by = False, now_s, set()
-                self._greeted_s = float("-inf")
-            self._stand_by.add(manager)
+                self._leads, self._leaderless_s, self._on_standby = False, now_s, set()
+                self._hello_sent_s = float("-inf")
+            self._on_standby.add(manager)
             return False
         if stale:
             return False
         led = self._leads and manager == self.manager
         changed = not led or message.incarnation != self._incarnation or message.epoch != self._followed_epoch
         assert message.epoch == self.epoch, f"epoch {message.epoch} is followed, {self.epoch} was heard of"
-        self._leads, self._heard_s = True, now_s
+        self._leads, self._last_message_s = True, now_s
         if changed:
             if self.load is not None and self.load.ready:
                 self._served_until_s = now_s + self._silence_s
             self.manager, self._incarnation, self._followed_epoch = manager, message.incarnation, message.epoch
-            self._stand_by = set()
+            self._on_standby = set()
             self.load = None  # the predecessor's view
         return changed
 
@@ -301,8 +301,8 @@ class ManagerLink:
         serve has as long to hear of its workers as a silent one has to answer: balancers do not learn of a takeover."""
         if self._incarnation is None:
             return "the bucketing manager has not answered yet"
-        if now_s - self._heard_s >= self._silence_s:
-            return f"the bucketing manager has been silent for {now_s - self._heard_s:.1f} s"
+        if now_s - self._last_message_s >= self._silence_s:
+            return f"the bucketing manager has been silent for {now_s - self._last_message_s:.1f} s"
         if now_s < self._served_until_s:
             return None  # requests that come now wait here or there for the workers to register
         if self.load is None:
@@ -311,14 +311,16 @@ class ManagerLink:
             return "no worker could take a request now"
         return None
 
-    def _said(self, *, lead: bool) -> GatewayHello:
+    def _build_hello(self, *, lead: bool) -> GatewayHello:
         return msgspec.structs.replace(self._hello, workers=self._workers, epoch=self.epoch, lead=lead)
 
-    def _asked(self, now_s: float) -> InstanceId | None:
+    def _manager_to_promote(self, now_s: float) -> InstanceId | None:
         """Return the manager to lead from now on; None while one may lead already that has not answered yet."""
-        since_s = self._heard_s + self._overdue_s if self._leads else self._leaderless_s + self._overdue_s
-        if now_s < since_s and not self._stand_by.issuperset(self.managers):
+        since_s = self._last_message_s + self._overdue_s if self._leads else self._leaderless_s + self._overdue_s
+        if now_s < since_s and not self._on_standby.issuperset(self.managers):
             return None
-        alive = [name for name in self.managers if now_s - self._spoke_s.get(name, float("-inf")) < _LIVES_S]
+        alive = [
+            name for name in self.managers if now_s - self._last_message_s_of.get(name, float("-inf")) < _LIVENESS_S
+        ]
         silent = self.manager if self._leads else ""
         return min(alive, key=lambda name: name == silent, default=None)

@@ -1,5 +1,5 @@
 """Placement of requests: released by the order (`Dispatcher`), parked on a worker (`ParkedRequests`), on a worker that
-drains (`Vacating`). Called by `ManagerMachine`. Decides nothing that a policy decides.
+drains (`Evacuation`). Called by `ManagerMachine`. Decides nothing that a policy decides.
 """
 
 from __future__ import annotations
@@ -161,18 +161,18 @@ class ParkedRequests:
     def binds(self) -> bool:
         return self._policy is not None
 
-    def came(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
+    def on_parked(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
         """Record that a worker holds the computed positions parked. Return False if that was known."""
         if managed.parked_at == instance:
             return False
         managed.parked_at, managed.parked_positions = instance, positions
-        self._tell(now_s, managed)
+        self._offer_to_policy(now_s, managed)
         return True
 
     def moved(self, now_s: float, managed: Managed) -> None:
         if self._policy is not None:
             self._policy.moved(now_s, managed.request_id)
-            self._tell(now_s, managed)
+            self._offer_to_policy(now_s, managed)
 
     def removed(self, now_s: float, request_id: RequestId) -> None:
         if self._policy is not None:
@@ -193,7 +193,7 @@ class ParkedRequests:
     def metrics(self) -> dict[str, float]:
         return {} if self._policy is None else self._policy.metrics()
 
-    def _tell(self, now_s: float, managed: Managed) -> None:
+    def _offer_to_policy(self, now_s: float, managed: Managed) -> None:
         """Report the request to the policy, once no other worker holds any of it: one on the way here may still."""
         if self._policy is None or list(managed.live) != [managed.parked_at]:
             return
@@ -232,7 +232,7 @@ class ParkedRequests:
 
 
 @dataclass(slots=True, eq=False)
-class Vacating:
+class Evacuation:
     """Evacuation of a worker that drains: what runs there goes on at another one, with its KV.
 
         WorkerReport(draining) ─▶ each request that is on that worker alone ─┬▶ StartSegment to the worker that takes it

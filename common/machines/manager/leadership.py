@@ -8,7 +8,7 @@ Every leadership has an epoch of its own. Gateways and workers follow the highes
 every greeting, registration and report; a worker takes no command of a lower one. So a leader that was stopped or cut
 off does no harm, and learns from the first peer that reaches it that it was replaced (ADR 13).
 
-A manager without others leads from its start, with epoch 0. One that has begun to lead first listens (`Settling`).
+A manager without others leads from its start, with epoch 0. One that has begun to lead first listens (`StartupWait`).
 Called by `ManagerMachine`; sends nothing.
 """
 
@@ -21,7 +21,7 @@ from cohort.common.types import Attempt, InstanceId
 
 MOST_MANAGERS = 8
 """Maximum number of managers. An epoch modulo it is its leader's rank: no two managers have the same."""
-_REST_S = 2.0
+_COOLDOWN_S = 2.0
 """Cooldown of a manager that was replaced, lest gateways that reach different ones move the leadership to and fro."""
 LISTEN_S = 0.5
 """Maximum time that a new manager holds placements back for workers to register; they try several times a second."""
@@ -32,9 +32,9 @@ class Leadership:
         """`rank`: this manager's place in the configured order of `managers`, from 0."""
         self._incarnation = incarnation
         self._rank = rank
-        self._alone = managers == 1
-        self._rests_until_s = float("-inf")
-        self.leads = self._alone
+        self._is_only_manager = managers == 1
+        self._cooldown_until_s = float("-inf")
+        self.leads = self._is_only_manager
         self.epoch = 0
         """Own epoch while this manager leads, else the highest it has received."""
 
@@ -44,18 +44,18 @@ class Leadership:
         if epoch <= self.epoch:
             return False
         self.epoch = epoch
-        if self._alone:  # of a configuration with others, which are gone
+        if self._is_only_manager:  # of a configuration with others, which are gone
             self.epoch = self._next()
             return False
-        assert not self._alone
+        assert not self._is_only_manager
         led, self.leads = self.leads, False
         if led and not asked:
-            self._rests_until_s = now_s + _REST_S
+            self._cooldown_until_s = now_s + _COOLDOWN_S
         return led
 
     def take(self, now_s: float) -> bool:
         """Lead from now on, as a gateway requested. Return False if it does already, or is in its cooldown."""
-        if self.leads or now_s < self._rests_until_s:
+        if self.leads or now_s < self._cooldown_until_s:
             return False
         before, self.leads, self.epoch = self.epoch, True, self._next()
         assert self.epoch > before and self.epoch % MOST_MANAGERS == self._rank, f"epoch {self.epoch} after {before}"
@@ -68,7 +68,7 @@ class Leadership:
         return term * MOST_MANAGERS + self._rank
 
 
-class Settling:
+class StartupWait:
     """Wait of a manager that has begun to lead: for its workers to register, and to report what they hold.
 
         begins ── listens ──▶ places ─────────────────▶ settled: what no worker holds is lost
@@ -81,7 +81,7 @@ class Settling:
     def __init__(self, roster: Roster, settle_s: float, now_s: float) -> None:
         self._roster = roster
         self._settle_s = settle_s
-        self._gone: set[InstanceId] = set()
+        self._lost_workers: set[InstanceId] = set()
         """Workers that were lost and have not come back."""
         self.begin(now_s)
 
@@ -89,26 +89,26 @@ class Settling:
         """Start to wait for the workers that are expected now."""
         self.listened_at_s = now_s + min(LISTEN_S, self._settle_s)
         self._settled_at_s = now_s + self._settle_s
-        self._one_died = not self._gone.isdisjoint(self._roster.expected)
-        self._roster.expected -= self._gone
+        self._any_lost = not self._lost_workers.isdisjoint(self._roster.expected)
+        self._roster.expected -= self._lost_workers
         self._named: dict[InstanceId, list[Attempt]] = {}
 
-    def died(self, now_s: float, worker: InstanceId) -> None:
+    def on_worker_lost(self, now_s: float, worker: InstanceId) -> None:
         """Record a lost worker: a node may take it along with the former manager."""
-        self._gone.add(worker)
+        self._lost_workers.add(worker)
         if worker in self._roster.expected and now_s < self._settled_at_s:
             self._roster.expected.discard(worker)
-            self._one_died = True
+            self._any_lost = True
 
-    def came(self, worker: InstanceId) -> None:
-        self._gone.discard(worker)
+    def on_registered(self, worker: InstanceId) -> None:
+        self._lost_workers.discard(worker)
 
     def has_listened(self, now_s: float) -> bool:
         """Return whether placements may begin: a worker that registers later must not find all work at the first."""
         return now_s >= self.listened_at_s or (bool(self._roster.expected) and self._all_are_there())
 
     def has_settled(self, now_s: float) -> bool:
-        if self._one_died and self._all_are_there():
+        if self._any_lost and self._all_are_there():
             self._settled_at_s = min(self._settled_at_s, now_s)
         return now_s >= self._settled_at_s
 

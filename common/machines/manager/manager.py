@@ -7,7 +7,8 @@ which repairs the loss of any message:
     worker holds it, no gateway names it           → Cancel: the worker frees it
     worker silent, restarted or leaving            → AttemptsLost for everything it held
 
-so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens (`Settling`).
+so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens
+(`StartupWait`).
 
 Of several managers one leads (`leadership.py`); the others stand by: they know the peers and decide nothing. To take
 over is to start again without the start. `roster.py` holds what is known; the policies decide what goes where.
@@ -25,10 +26,10 @@ from cohort.common.config import Config
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
-from cohort.common.machines.manager.dispatcher import Dispatcher, ManagerCounters, ParkedRequests, Vacating
-from cohort.common.machines.manager.leadership import Leadership, Settling
+from cohort.common.machines.manager.dispatcher import Dispatcher, Evacuation, ManagerCounters, ParkedRequests
+from cohort.common.machines.manager.leadership import Leadership, StartupWait
 from cohort.common.machines.manager.roster import LostAttempts, Managed, Roster
-from cohort.common.machines.senders import may_say
+from cohort.common.machines.senders import may_send
 from cohort.common.messages import (
     AttemptsLost,
     BindSegment,
@@ -55,16 +56,16 @@ from cohort.common.policies import interface as policies
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
 from cohort.common.types import Attempt, InstanceId, Outcome, Request
 
-_LOOK_AGAIN_S = 0.05
+_QUEUE_POLL_S = 0.05
 """Interval at which a queue is checked that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be called
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _WINDOW_S = 1.0  # of which the drain rate's average is made
 _WEIGHT = 0.2
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
-_TellEpoch = WorkerReport | GatewayHello | RegisterWorker
-_HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
-_FromFollowers = Submit | Outstanding | WorkerReport
+_CarriesEpoch = WorkerReport | GatewayHello | RegisterWorker
+_ReadOnStandby = GatewayHello | RegisterWorker | Leaving | ClusterStats
+_AddressedToLeader = Submit | Outstanding | WorkerReport
 """Messages whose sender believes that this manager leads."""
 
 _SETTLE_S = 2.0
@@ -109,17 +110,17 @@ class ManagerMachine:
         self._order = order
         self._placement = placement
         self._roster = Roster(settings.report_timeout_s)
-        self._settling = Settling(self._roster, settings.settle_s, now_s)
+        self._settling = StartupWait(self._roster, settings.settle_s, now_s)
         self._dispatcher = Dispatcher(self._roster, order, placement, self.counters, self._send)
         start = self._dispatcher.start
         self._parked = ParkedRequests(self._roster, late_binding, self._send, start, self._reschedule)
-        self._vacating = Vacating(self._roster, self._send, start, placement.moves_kv)
+        self._vacating = Evacuation(self._roster, self._send, start, placement.moves_kv)
         self._lost = LostAttempts()
         self._forecast = Forecast()
         self._next_load_s = 0.0
         self._drain_rate = DrainRate(now_s)
-        self._told_wake_s: float | None = None
-        self._look_again_s = float("inf")
+        self._requested_wake_s: float | None = None
+        self._queue_poll_s = float("inf")
         self._now_s = now_s
         self._effects: list[ManagerEffect] = []
 
@@ -137,9 +138,9 @@ class ManagerMachine:
                     if peer in self._roster.workers:
                         self._worker_lost(now_s, peer, "cannot be reached")
                     elif peer not in self._roster.gateways:
-                        self._settling.died(now_s, peer)
+                        self._settling.on_worker_lost(now_s, peer)
                 case Tick():
-                    self._told_wake_s = None
+                    self._requested_wake_s = None
                     self._tick(now_s)
                     schedule = load_due = True
                 case _:
@@ -154,9 +155,9 @@ class ManagerMachine:
                 self._send_load(now_s)
         wake_s = self._wake_s(now_s)
         if wake_s <= now_s:  # a wake that is due stands: each message would put it off by as much again
-            wake_s = min(now_s + _LEAST_WAIT_S, self._told_wake_s or float("inf"))
-        if wake_s != self._told_wake_s:
-            self._told_wake_s = wake_s
+            wake_s = min(now_s + _LEAST_WAIT_S, self._requested_wake_s or float("inf"))
+        if wake_s != self._requested_wake_s:
+            self._requested_wake_s = wake_s
             self._effects.append(Wake(wake_s))
         assert self._lead.leads or not (self._roster.requests or len(self._order)), (
             f"stands by and has {self.live} requests, {self.waiting} of them waiting"
@@ -207,20 +208,20 @@ class ManagerMachine:
         """Handle a message. Return whether something may be placed or bound now that could not before."""
         if not isinstance(message, ToManager):
             raise InvariantViolated(f"a {type(message).__name__} of {sender} is not for a manager")
-        if not may_say(sender, message):
+        if not may_send(sender, message):
             self.counters.misnamed += 1
             return False
-        if isinstance(message, _TellEpoch):
+        if isinstance(message, _CarriesEpoch):
             asked = isinstance(message, GatewayHello) and message.lead
             if self._lead.outranked(now_s, message.epoch, asked=asked):
                 self._step_down(now_s)
-        if not self._lead.leads and not isinstance(message, _HeardStandingBy):
-            if isinstance(message, _FromFollowers):
+        if not self._lead.leads and not isinstance(message, _ReadOnStandby):
+            if isinstance(message, _AddressedToLeader):
                 self._send(sender, self._hello())
             return False
         match message:
             case GatewayHello():
-                if self._roster.greeted(now_s, message):
+                if self._roster.register_gateway(now_s, message):
                     self._abandon(now_s, message.instance, "gateway restarted")
                 if message.lead and self._lead.take(now_s):
                     self._take_over(now_s, message)
@@ -229,7 +230,7 @@ class ManagerMachine:
                 return self._submit(now_s, sender, request)
             case Cancel(attempts=attempts, reason=reason):
                 for attempt in attempts:
-                    self._lost.came(attempt.request_id)
+                    self._lost.resolve(attempt.request_id)
                     managed = self._roster.requests.get(attempt.request_id)
                     if managed is not None and managed.attempt == attempt and managed.gateway == sender:
                         self._forget(now_s, managed, reason)
@@ -248,7 +249,7 @@ class ManagerMachine:
                 if worker is not None and worker.incarnation == incarnation:
                     self._worker_lost(now_s, instance, "left")
             case ClusterStats():
-                self._forecast.heard(now_s, message)
+                self._forecast.update(now_s, message)
             case _:
                 assert_never(message)
         return False
@@ -262,14 +263,14 @@ class ManagerMachine:
         if not self._lead.leads:
             self._roster.forget_unclaimed()
         elif self._settling.has_settled(now_s):
-            for attempt, holders in self._roster.ownerless(now_s):
+            for attempt, holders in self._roster.unclaimed_since_long(now_s):
                 for holder in holders:
                     self._send(holder, Cancel([attempt], "no gateway owns it"))
         self._roster.forget_finished(now_s)
-        self._look_again_s = now_s + _LOOK_AGAIN_S if len(self._order) else float("inf")
+        self._queue_poll_s = now_s + _QUEUE_POLL_S if len(self._order) else float("inf")
 
     def _wake_s(self, now_s: float) -> float:
-        wake_s = min(self._next_load_s, self._look_again_s)
+        wake_s = min(self._next_load_s, self._queue_poll_s)
         order_s = self._order.next_wake_s(now_s)
         if order_s is not None:
             wake_s = min(wake_s, order_s)
@@ -306,19 +307,19 @@ class ManagerMachine:
         for managed in self._roster.requests_of(instance):
             self._forget(now_s, managed, reason)
 
-    def _heard(self, now_s: float, gateway: InstanceId) -> bool:
+    def _is_registered(self, now_s: float, gateway: InstanceId) -> bool:
         """Return False for a gateway that has not greeted this incarnation: it is asked to, and will submit again."""
-        if self._roster.heard(now_s, gateway):
+        if self._roster.touch_gateway(now_s, gateway):
             return True
         self._send(gateway, self._hello())
         return False
 
     def _submit(self, now_s: float, sender: InstanceId, request: Request) -> bool:
-        if not self._heard(now_s, sender):
+        if not self._is_registered(now_s, sender):
             return False
         if self._roster.has_finished(request.attempt):
             return False  # sent twice
-        self._lost.came(request.request_id)
+        self._lost.resolve(request.request_id)
         known = self._roster.requests.get(request.request_id)
         if known is not None:
             if known.attempt >= request.attempt:
@@ -351,7 +352,7 @@ class ManagerMachine:
             self._send(instance, message)
 
     def _outstanding(self, now_s: float, sender: InstanceId, attempts: Collection[Attempt]) -> None:
-        if not self._heard(now_s, sender):
+        if not self._is_registered(now_s, sender):
             return
         if not (settled := self._settling.has_settled(now_s)):
             self._settling.named(sender, attempts)
@@ -372,11 +373,11 @@ class ManagerMachine:
                 self._roster.adopt(now_s, attempt, sender, holders)
             elif settled:
                 lost.append(attempt)
-        news, again = self._lost.say(now_s, lost)
+        news, again = self._lost.due_notices(now_s, lost)
         self._lost.expect(now_s, news)
         self.counters.attempts_lost += len(news)
         told = (news, "unknown to the manager and to all workers", False), (again, "lost before, and named since", True)
-        ended = [attempt for each in self._lost.say(now_s, overdue) for attempt in each]
+        ended = [attempt for each in self._lost.due_notices(now_s, overdue) for attempt in each]
         for those, reason, counted in (*told, (ended, "finished, and waited for since", True)):
             if those:
                 self._send(sender, AttemptsLost(those, reason, unheld=True, counted=counted))
@@ -386,7 +387,7 @@ class ManagerMachine:
         if known is not None and known.incarnation != message.incarnation:
             self._worker_lost(now_s, message.instance, "restarted")
         self._roster.registered(now_s, message)
-        self._settling.came(message.instance)
+        self._settling.on_registered(message.instance)
         self._send(message.instance, Registered(self._incarnation, self._lead.epoch, self._lead.leads))
 
     def _report(self, now_s: float, report: WorkerReport) -> bool:
@@ -403,7 +404,7 @@ class ManagerMachine:
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
         self.counters.workers_lost += 1
-        self._settling.died(now_s, instance)
+        self._settling.on_worker_lost(now_s, instance)
         self._give_back(now_s, self._roster.remove_worker(instance), f"{instance}: {reason}")
 
     def _schedule(self, now_s: float) -> None:
@@ -433,7 +434,7 @@ class ManagerMachine:
             case Outcome.HANDED_OVER:
                 self._handed_over(now_s, managed, message.instance)
             case Outcome.PARKED:
-                return self._parked.came(now_s, managed, message.instance, message.positions)
+                return self._parked.on_parked(now_s, managed, message.instance, message.positions)
             case Outcome.CANCELLED:
                 self._roster.disengage(managed, message.instance)
                 if not managed.live:
@@ -470,7 +471,7 @@ class ManagerMachine:
             if managed.gateway in self._roster.gateways:
                 attempts.setdefault(managed.gateway, []).append(managed.attempt)
         for gateway, own in attempts.items():
-            news, _ = self._lost.say(now_s, own)
+            news, _ = self._lost.due_notices(now_s, own)
             self._lost.expect(now_s, own)
             self.counters.attempts_lost += len(news)
             self._send(gateway, AttemptsLost(own, reason))
@@ -546,10 +547,10 @@ def cluster_load(
 class Forecast:
     def __init__(self) -> None:
         self._stats: ClusterStats | None = None
-        self._heard_s = 0.0
+        self._updated_s = 0.0
 
-    def heard(self, now_s: float, stats: ClusterStats) -> None:
-        self._stats, self._heard_s = stats, now_s
+    def update(self, now_s: float, stats: ClusterStats) -> None:
+        self._stats, self._updated_s = stats, now_s
 
     def cluster(self, now_s: float, serving: Mapping[InstanceId, InstanceView]) -> ClusterView:
         """Return the cluster for policies. `serving`: the workers that take requests."""
@@ -562,5 +563,5 @@ class Forecast:
             arrival_rate_forecast=stats.arrival_rate_forecast,
             mean_prompt_tokens=stats.mean_prompt_tokens,
             mean_output_tokens=stats.mean_output_tokens,
-            forecast_age_s=now_s - self._heard_s,
+            forecast_age_s=now_s - self._updated_s,
         )

@@ -30,7 +30,7 @@ _REMEMBERED_S = 30.0
 """Time for which the end of an attempt is stored: a gateway that still waits for its tokens has not lost it."""
 RESUBMIT_S = 0.1
 """Maximum time that placements wait for lost attempts to come again: far longer than the round trip."""
-_SAID_S = 1.5
+_NOTICE_S = 1.5
 """Time for which a first notice counts as delivered; it doubles with every repetition. Gateways list their attempts
 every second, so a lost notice is repeated after the second list."""
 _LONGEST_S = 12.0
@@ -127,7 +127,7 @@ class Roster:
         self._claimed: set[Attempt] = set()
         self._unclaimed: dict[Attempt, float] = {}
         """Attempts that a worker holds and no gateway claims, with the time since when, oldest first."""
-        self._elsewhere: dict[Attempt, list[InstanceId]] = {}
+        self._other_holders: dict[Attempt, list[InstanceId]] = {}
         """Workers that hold an attempt without being in its `live`: nearly always unclaimed, or just ended."""
         self._registrations = 0
         self._finished: deque[Attempt] = deque()
@@ -135,14 +135,14 @@ class Roster:
 
     # -- gateways ----------------------------------------------------------------------------------------------
 
-    def greeted(self, now_s: float, hello: GatewayHello) -> bool:
+    def register_gateway(self, now_s: float, hello: GatewayHello) -> bool:
         """Record a gateway. Return whether one of this name has restarted: its earlier requests are void."""
         known = self.gateways.get(hello.instance)
         self.gateways[hello.instance] = Gateway(hello.incarnation, hello.endpoint, now_s)
         self.expected.update(hello.workers)
         return known is not None and known.incarnation != hello.incarnation
 
-    def heard(self, now_s: float, sender: InstanceId) -> bool:
+    def touch_gateway(self, now_s: float, sender: InstanceId) -> bool:
         """Return False if this gateway has not greeted yet."""
         gateway = self.gateways.get(sender)
         if gateway is None:
@@ -197,7 +197,7 @@ class Roster:
             for attempt in report.gone:
                 self._left(report.instance, worker, attempt)
             for attempt in (*report.held, *report.awaiting):
-                self._came(report.instance, worker, attempt)
+                self._add_holder(report.instance, worker, attempt)
         else:
             self._holds(report.instance, worker, {*report.held, *report.awaiting})
         missing = self._missing(now_s, report.instance, worker)
@@ -214,31 +214,31 @@ class Roster:
         for attempt in sorted(worker.held - held):  # `unheld` keeps this order, and a set's differs by process
             self._left(instance, worker, attempt)
         for attempt in held - worker.held:
-            self._came(instance, worker, attempt)
+            self._add_holder(instance, worker, attempt)
 
-    def _came(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
+    def _add_holder(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
         if attempt in worker.held:
             return
         worker.held.add(attempt)
         if attempt in worker.attempts:
             worker.unheld.pop(attempt, None)
         else:
-            self._elsewhere.setdefault(attempt, []).append(instance)
+            self._other_holders.setdefault(attempt, []).append(instance)
 
     def _left(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
         worker.held.discard(attempt)
         if attempt in worker.attempts:
             worker.unheld[attempt] = None
         else:
-            self._not_there(attempt, instance)
+            self._remove_holder(attempt, instance)
 
-    def _not_there(self, attempt: Attempt, instance: InstanceId) -> None:
+    def _remove_holder(self, attempt: Attempt, instance: InstanceId) -> None:
         """Remove a worker from an attempt's other holders: it dropped the attempt, or runs it now."""
-        holders = self._elsewhere.get(attempt)
+        holders = self._other_holders.get(attempt)
         if holders is not None and instance in holders:
             holders.remove(instance)
             if not holders:
-                del self._elsewhere[attempt]
+                del self._other_holders[attempt]
                 self._unclaimed.pop(attempt, None)
 
     def _missing(self, now_s: float, instance: InstanceId, worker: Worker) -> list[Managed]:
@@ -289,7 +289,7 @@ class Roster:
         self._views = None
         self.expected.discard(instance)
         for attempt in worker.held - worker.attempts:
-            self._not_there(attempt, instance)
+            self._remove_holder(attempt, instance)
         for managed in worker.live.values():
             assert self.requests.get(managed.request_id) is managed, f"{managed.attempt} is over and on {instance}"
             del managed.live[instance]
@@ -300,7 +300,7 @@ class Roster:
         names = list(self.workers)
         self.workers.clear()
         self._views = None
-        self._elsewhere.clear()
+        self._other_holders.clear()
         self.forget_unclaimed()
         return names
 
@@ -318,7 +318,7 @@ class Roster:
     def computing(self, attempt: Attempt) -> list[InstanceId]:
         """Return all workers that hold an attempt, if one of them has state of it; none if they all merely wait for its
         KV. Called for every attempt that gateways name after a restart, so no other worker is looked at."""
-        holders = list(self._elsewhere.get(attempt, ()))
+        holders = list(self._other_holders.get(attempt, ()))
         managed = self.requests.get(attempt.request_id)
         if managed is not None and managed.attempt == attempt:
             holders += [name for name in managed.live if attempt in self.workers[name].held]
@@ -364,7 +364,7 @@ class Roster:
         worker.live[managed.request_id] = managed
         worker.attempts.add(managed.attempt)
         if managed.attempt in worker.held:
-            self._not_there(managed.attempt, instance)
+            self._remove_holder(managed.attempt, instance)
         else:
             worker.unheld[managed.attempt] = None
         worker.idle |= managed.idle_since_s is not None
@@ -389,7 +389,7 @@ class Roster:
         worker.attempts.discard(attempt)
         worker.unheld.pop(attempt, None)
         if attempt in worker.held:
-            self._elsewhere.setdefault(attempt, []).append(instance)
+            self._other_holders.setdefault(attempt, []).append(instance)
 
     def finished(self, now_s: float, attempt: Attempt) -> None:
         if attempt not in self._finished_at_s:
@@ -422,7 +422,7 @@ class Roster:
         """Forget unclaimed attempts. Called while this manager does not lead: gateways then name nothing to it."""
         self._unclaimed.clear()
 
-    def ownerless(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
+    def unclaimed_since_long(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
         """Return, once, the attempts that no gateway has named for as long as one would need to, with their holders."""
         patience_s = max(_HOLD_GRACE_S, self._report_timeout_s)
         found = []
@@ -431,7 +431,7 @@ class Roster:
             if now_s - since_s <= patience_s:
                 break
             del self._unclaimed[attempt]
-            found.append((attempt, sorted(self._elsewhere[attempt], key=lambda name: self.workers[name].order)))
+            found.append((attempt, sorted(self._other_holders[attempt], key=lambda name: self.workers[name].order)))
         return found
 
     def check(self) -> None:
@@ -465,9 +465,11 @@ class Roster:
         if both := claimed & self._unclaimed.keys():
             raise InvariantViolated(f"claimed, and claimed by nobody: {sorted(both)}")
         held = [(a, name) for name, it in self.workers.items() for a in it.held - it.attempts]
-        if sorted(held) != sorted((a, name) for a, names in self._elsewhere.items() for name in names):
-            raise InvariantViolated(f"{len(held)} are held where they are not live, {len(self._elsewhere)} are known")
-        if not self._unclaimed.keys() <= self._elsewhere.keys():
+        if sorted(held) != sorted((a, name) for a, names in self._other_holders.items() for name in names):
+            raise InvariantViolated(
+                f"{len(held)} are held where they are not live, {len(self._other_holders)} are known"
+            )
+        if not self._unclaimed.keys() <= self._other_holders.keys():
             raise InvariantViolated("some are unclaimed and held by nobody")
         if self._finished_at_s.keys() != set(self._finished):
             raise InvariantViolated("the finished attempts and their times differ")
@@ -477,7 +479,7 @@ class LostAttempts:
     """Attempts that the manager gave back to their gateways a moment ago.
 
         AttemptsLost ──▶ awaited, `RESUBMIT_S` at most ──▶ Submit of the next attempt
-             └─────────▶ sent, `_SAID_S` ──▶ sent again if its gateway still names it, `2 _SAID_S` ──▶ sent again …
+             └─────────▶ sent, `_NOTICE_S` ──▶ sent again if its gateway still names it, `2 _SAID_S` ──▶ sent again …
 
     Lost work goes before work that came later, so placements wait for it. What a gateway still names was either named
     before it learned of the loss (`Outstanding` crosses `AttemptsLost`, many times if a process is seconds behind with
@@ -487,12 +489,12 @@ class LostAttempts:
     def __init__(self) -> None:
         self._awaited: dict[RequestId, float] = {}
         """Requests whose next attempt is expected, and until when placements wait for it."""
-        self._said: dict[Attempt, tuple[float, float]] = {}
+        self._notified: dict[Attempt, tuple[float, float]] = {}
         """Attempts by the time of their gateway's last notice, oldest first, and how long that counts as delivered."""
 
-    def say(self, now_s: float, attempts: Iterable[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
+    def due_notices(self, now_s: float, attempts: Iterable[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
         """Return the attempts whose loss the gateway must learn of: for the first time, and again. Marks them sent."""
-        said = self._said
+        said = self._notified
         while said and now_s - next(iter(said.values()))[0] >= _LOST_REMEMBERED_S:
             del said[next(iter(said))]
         news, again = [], []
@@ -500,7 +502,7 @@ class LostAttempts:
             told_s, wait_s = said.get(attempt, (now_s, 0.0))
             if not wait_s:
                 news.append(attempt)
-                said[attempt] = now_s, _SAID_S
+                said[attempt] = now_s, _NOTICE_S
             elif now_s - told_s >= wait_s:
                 again.append(attempt)
                 assert wait_s <= _LONGEST_S < _LOST_REMEMBERED_S, f"{attempt} counts as told for {wait_s} s"
@@ -511,7 +513,7 @@ class LostAttempts:
     def expect(self, now_s: float, attempts: Iterable[Attempt]) -> None:
         self._awaited.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
 
-    def came(self, request_id: RequestId) -> None:
+    def resolve(self, request_id: RequestId) -> None:
         self._awaited.pop(request_id, None)
 
     def awaited(self, now_s: float) -> bool:
@@ -526,4 +528,4 @@ class LostAttempts:
 
     def clear(self) -> None:
         self._awaited.clear()
-        self._said.clear()
+        self._notified.clear()

@@ -1,7 +1,7 @@
 """Iterations that provably repeat each other, run as one: for hosts with virtual time. Live hosts never ask.
 
 A host calls `repeatable` once a step is in flight, foresees as many iterations as `fitting_repetitions` allows, and
-applies those that have ended with `repeat`; before an event that is not `undisturbed_by` it voids the rest.
+applies those that have ended with `repeat`; before an event that is not `is_unaffected_by` it voids the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FastForward:
             return False
         if self._machine.drafts.policy is not None:  # each iteration teaches it, and may be given drafts
             return False
-        if self._receiver.offers or self._state.aborting or not self._machine.pool.quiet:
+        if self._receiver.offers or self._state.aborting or not self._machine.pool.is_idle:
             return False
         for row in plan.rows:
             sequence = row.sequence
@@ -48,7 +48,7 @@ class FastForward:
         self._steady = self._scheduler.steady_for(plan, self._state.kv)
         return self._steady > 0
 
-    def undisturbed_by(self, message: Message) -> bool:
+    def is_unaffected_by(self, message: Message) -> bool:
         """Return whether this message neither needs nor changes what iterations depend on: sequences in them, the
         scheduler, free blocks. Iterations that a host foresaw (`repeatable`) then hold, and need not be applied first.
         Peers must keep to the protocol, as those of a virtual-time host do."""
@@ -65,12 +65,12 @@ class FastForward:
             case _:
                 return False
 
-    def told_by_state(self, message: Message) -> bool:
+    def shows_in_state(self, message: Message) -> bool:
         """Return whether all that this message can change shows in `repeatable` and `fitting_repetitions`: a host that
         has applied the iterations before it may call them again afterwards, and keep what they still foresee."""
         return isinstance(message, KvOffer) and not self._scheduler.wants_arriving  # it takes blocks, or waits for some
 
-    def undisturbed_by_runs(self, lease_id: int, runs: int) -> bool:
+    def is_unaffected_by_runs(self, lease_id: int, runs: int) -> bool:
         """Return the same for `runs` runs received well, of a transfer with others still to come."""
         incoming = self._receiver.lease_of(lease_id)
         return incoming is not None and (incoming.handoff is None or incoming.in_flight > runs)

@@ -42,7 +42,7 @@ class Incoming:
     handoff_at_s: float = 0.0
     retry_link: str = ""
     """Link of the retry, set while a failed round drains; the retry is requested when nothing is in flight any more."""
-    dead: bool = False
+    is_closed: bool = False
 
     def announced(self, blocks: int) -> None:
         self.announced_blocks += blocks
@@ -98,7 +98,7 @@ class KvReceiver:
         self._lost = lost
         self._incoming: dict[Attempt, Incoming] = {}
         self._by_lease: dict[int, Incoming] = {}
-        self._settling: dict[int, Incoming] = {}
+        self._draining: dict[int, Incoming] = {}
         self.offers: deque[QueuedOffer] = deque()
         self.leases = LeaseTable(state.settings.lease_s)
         self.links: dict[str, bytes] = {}
@@ -131,7 +131,7 @@ class KvReceiver:
                 continue
             if key in self._incoming or held.sequence.phase is not Phase.AWAITING_KV:
                 continue  # sent twice
-            if key in self._still_sent() or key in self.settling:
+            if key in self._still_sent() or key in self.draining:
                 postponed.append(offer)
                 continue
             if not self._fits(offer.positions):
@@ -156,10 +156,10 @@ class KvReceiver:
     def _grant(self, now_s: float, offer: QueuedOffer, sequence: Sequence, cached: int) -> None:
         lease_id = self._state.random.getrandbits(40) | 1 << 40  # never 0; tags take the low 40 bits
         assert sequence.key not in self._incoming, f"{sequence.key} is granted blocks a second time"
-        assert lease_id not in self._by_lease and lease_id not in self._settling, f"lease {lease_id} is there already"
+        assert lease_id not in self._by_lease and lease_id not in self._draining, f"lease {lease_id} is there already"
         incoming = Incoming(sequence, offer.sender, offer.transfer_id, lease_id, offer.positions)
         geometry = self._state.kv.geometry
-        unwanted = geometry.behind(offer.positions, geometry.windows[0])
+        unwanted = geometry.blocks_before_window(offer.positions, geometry.windows[0])
         incoming.announced_blocks = max(unwanted, cached // self._state.block_size)
         self._incoming[sequence.key] = incoming
         self._by_lease[lease_id] = incoming
@@ -197,14 +197,16 @@ class KvReceiver:
         self._state.effects.append(ReceiveRuns(chunk.lease_id, chunk.round, chunk.link, runs, incoming.sender))
 
     def runs_received(self, now_s: float, event: RunsReceived) -> None:
-        settling = self._settling.get(event.lease_id)
+        settling = self._draining.get(event.lease_id)
         if settling is not None:
             settling.in_flight -= event.runs
             assert settling.in_flight >= 0, f"more runs of lease {event.lease_id} were received than begun"
             if settling.in_flight == 0:
-                del self._settling[event.lease_id]
+                del self._draining[event.lease_id]
                 key = settling.sequence.key
-                assert settling.dead and key not in self._incoming, f"KV of {key} is freed, which is received again"
+                assert settling.is_closed and key not in self._incoming, (
+                    f"KV of {key} is freed, which is received again"
+                )
                 self._state.kv.release(key)
             return
         incoming = self._by_lease.get(event.lease_id)
@@ -218,7 +220,7 @@ class KvReceiver:
             self.leases.renew(now_s, event.lease_id)
         elif not incoming.retry_link:
             self._round_failed(now_s, incoming, event.error or "stale round")
-        if incoming.dead:
+        if incoming.is_closed:
             return
         if incoming.retry_link and incoming.in_flight == 0:
             self._retry_transfer(now_s, incoming)
@@ -236,7 +238,9 @@ class KvReceiver:
             self._state.effects.append(CancelRuns(incoming.lease_id))
 
     def _retry_transfer(self, now_s: float, incoming: Incoming) -> None:
-        assert not incoming.dead and incoming.in_flight == 0, f"{incoming.sequence.key}: a round is still under way"
+        assert not incoming.is_closed and incoming.in_flight == 0, (
+            f"{incoming.sequence.key}: a round is still under way"
+        )
         incoming.round += 1
         incoming.received_runs = 0
         incoming.handoff = None
@@ -292,11 +296,11 @@ class KvReceiver:
         self._by_lease.pop(incoming.lease_id, None)
         self.leases.end(incoming.lease_id)
         self._state.effects.append(Send(incoming.sender, KvAbort(key, incoming.transfer_id, why)))
-        incoming.dead = True
+        incoming.is_closed = True
         if incoming.in_flight == 0:
             return False
-        assert incoming.lease_id not in self._settling, f"lease {incoming.lease_id} settles twice"
-        self._settling[incoming.lease_id] = incoming
+        assert incoming.lease_id not in self._draining, f"lease {incoming.lease_id} settles twice"
+        self._draining[incoming.lease_id] = incoming
         self._state.effects.append(CancelRuns(incoming.lease_id))
         return True
 
@@ -325,9 +329,9 @@ class KvReceiver:
                 self._lost(now_s, incoming.sequence, f"lease expired: {incoming.sender} went silent")
 
     @property
-    def settling(self) -> list[Attempt]:
+    def draining(self) -> list[Attempt]:
         """Forgotten transfers whose runs in flight have not ended."""
-        return [incoming.sequence.key for incoming in self._settling.values()]
+        return [incoming.sequence.key for incoming in self._draining.values()]
 
     def lease_of(self, lease_id: int) -> Incoming | None:
         return self._by_lease.get(lease_id)
@@ -354,6 +358,6 @@ class KvReceiver:
             raise InvariantViolated("leases and incoming transfers differ")
         if {incoming.lease_id: incoming for incoming in self._incoming.values()} != self._by_lease:
             raise InvariantViolated(f"{len(self._incoming)} transfers come here, {len(self._by_lease)} have a lease")
-        for incoming in self._settling.values():
-            if not incoming.dead or incoming.in_flight <= 0:
+        for incoming in self._draining.values():
+            if not incoming.is_closed or incoming.in_flight <= 0:
                 raise InvariantViolated(f"{incoming.sequence.key} settles with {incoming.in_flight} runs in flight")

@@ -47,7 +47,7 @@ class Outgoing:
     computed_at_s: float | None = None
     """Time at which the segment was complete; the wait from here on is exposed to the client."""
     handed_over: bool = False
-    dead: bool = False
+    is_closed: bool = False
 
     @property
     def granted(self) -> bool:
@@ -112,7 +112,7 @@ class KvSender:
         self._lost = lost
         self._outgoing: dict[Attempt, Outgoing] = {}
         self._by_lease: dict[int, Outgoing] = {}
-        self._settling: dict[int, Outgoing] = {}
+        self._draining: dict[int, Outgoing] = {}
 
     def __contains__(self, key: Attempt) -> bool:
         return key in self._outgoing
@@ -154,11 +154,11 @@ class KvSender:
         if outgoing is None:
             return False
         self._state.effects.append(Send(outgoing.peer, KvAbort(key, outgoing.transfer_id, why)))
-        outgoing.dead = True
+        outgoing.is_closed = True
         self._by_lease.pop(outgoing.lease_id, None)
         if outgoing.in_flight == 0:
             return False
-        self._settle(outgoing)
+        self._move_to_draining(outgoing)
         self._state.effects.append(CancelRuns(outgoing.lease_id))
         return True
 
@@ -166,7 +166,7 @@ class KvSender:
         outgoing = self._outgoing.get(grant.attempt)
         if outgoing is None or outgoing.transfer_id != grant.transfer_id or outgoing.granted:
             return  # given up meanwhile; its abort is on its way
-        if not grant.lease_id or grant.lease_id in self._by_lease or grant.lease_id in self._settling:
+        if not grant.lease_id or grant.lease_id in self._by_lease or grant.lease_id in self._draining:
             self._lost(now_s, outgoing.sequence, f"{outgoing.peer} grants a lease that is another transfer's")
             return
         link = next((name for name in self._settings.links if name in grant.links), "")
@@ -190,7 +190,7 @@ class KvSender:
         self._push(now_s, outgoing)
 
     def runs_sent(self, now_s: float, event: RunsSent) -> None:
-        outgoing = self._by_lease.get(event.lease_id) or self._settling.get(event.lease_id)
+        outgoing = self._by_lease.get(event.lease_id) or self._draining.get(event.lease_id)
         if outgoing is None:
             raise InvariantViolated(f"a run of unknown lease {event.lease_id} was sent")
         outgoing.in_flight -= event.runs
@@ -198,8 +198,8 @@ class KvSender:
         outgoing.sequence.pinned = outgoing.in_flight > 0
         if event.error is None and outgoing.handed_over:
             outgoing.deadline_s = max(outgoing.deadline_s, now_s + self._settings.accept_timeout_s)
-        if outgoing.dead and outgoing.in_flight == 0:
-            del self._settling[event.lease_id]
+        if outgoing.is_closed and outgoing.in_flight == 0:
+            del self._draining[event.lease_id]
             self._free(outgoing)
 
     def accepted(self, now_s: float, lease_id: int) -> None:
@@ -211,16 +211,18 @@ class KvSender:
         self._state.moved_s = now_s
         del self._outgoing[key]
         self._left(now_s, outgoing.sequence)
-        outgoing.dead = True
+        outgoing.is_closed = True
         if outgoing.in_flight:  # its bytes have arrived, but the link has not reported it yet
-            self._settle(outgoing)
+            self._move_to_draining(outgoing)
         else:
             self._free(outgoing)
 
-    def _settle(self, outgoing: Outgoing) -> None:
+    def _move_to_draining(self, outgoing: Outgoing) -> None:
         """Store an ended transfer until its runs in flight have ended."""
-        assert outgoing.dead and outgoing.lease_id not in self._settling, f"lease {outgoing.lease_id} settles twice"
-        self._settling[outgoing.lease_id] = outgoing
+        assert outgoing.is_closed and outgoing.lease_id not in self._draining, (
+            f"lease {outgoing.lease_id} settles twice"
+        )
+        self._draining[outgoing.lease_id] = outgoing
 
     def _free(self, outgoing: Outgoing) -> None:
         """Free the blocks: the link has reported the end of every run from them, and nothing else needs them."""
@@ -263,9 +265,9 @@ class KvSender:
                 self._lost(now_s, outgoing.sequence, f"{outgoing.peer} did not {what} in time")
 
     @property
-    def settling(self) -> list[Attempt]:
+    def draining(self) -> list[Attempt]:
         """Forgotten transfers whose runs in flight have not ended."""
-        return [outgoing.sequence.key for outgoing in self._settling.values()]
+        return [outgoing.sequence.key for outgoing in self._draining.values()]
 
     def ungranted(self) -> list[Sequence]:
         return [outgoing.sequence for outgoing in self._outgoing.values() if not outgoing.granted]
@@ -282,18 +284,18 @@ class KvSender:
         granted = {outgoing.lease_id: outgoing for outgoing in self._outgoing.values() if outgoing.granted}
         if granted != self._by_lease:
             raise InvariantViolated(f"{len(granted)} transfers are granted, {len(self._by_lease)} have a lease")
-        for outgoing in self._settling.values():
-            if not outgoing.dead or outgoing.in_flight <= 0:
+        for outgoing in self._draining.values():
+            if not outgoing.is_closed or outgoing.in_flight <= 0:
                 raise InvariantViolated(f"{outgoing.sequence.key} settles with {outgoing.in_flight} runs in flight")
         for key, outgoing in self._outgoing.items():
             held = self._state.held.get(key)
-            if held is None or held.sequence is not outgoing.sequence or outgoing.dead or outgoing.in_flight < 0:
+            if held is None or held.sequence is not outgoing.sequence or outgoing.is_closed or outgoing.in_flight < 0:
                 raise InvariantViolated(f"{key} is sent and not held")
 
     def _push(self, now_s: float, outgoing: Outgoing) -> None:
         """Send the blocks that are complete; at the segment's end also the last, partial one, and the handoff."""
         state, sequence = self._state, outgoing.sequence
-        if not outgoing.granted or outgoing.dead:
+        if not outgoing.granted or outgoing.is_closed:
             return
         held = state.held[sequence.key]
         assert held.sequence is sequence, f"{sequence.key} is pushed and another one is held"

@@ -1,4 +1,4 @@
-"""Sequences parked on a worker: where their KV lies (`ParkedPool`), and where they go on (`Onward`)."""
+"""Sequences parked on a worker: where their KV lies (`ParkedPool`), and where they go on (`Handovers`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import Dial
-from cohort.common.machines.worker.adapter_desk import AdapterDesk
+from cohort.common.machines.worker.adapter_slots import AdapterSlots
 from cohort.common.machines.worker.kv_sender import KvSender
 from cohort.common.machines.worker.worker_state import Held, WorkerState
 from cohort.common.messages import BindSegment
@@ -35,7 +35,7 @@ class ParkedPool:
         self._moving: list[Held] = []
 
     @property
-    def quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether nothing is here that a later plan might move."""
         return not (self._on_device or self._buffered or self._prefetches)
 
@@ -64,11 +64,11 @@ class ParkedPool:
 
     def move(self, now_s: float) -> None:
         """Move KV along with the plan that was just decided. Its copies follow the decision's own."""
-        if self._state.kv.sends_from_host and not self.quiet:
+        if self._state.kv.sends_from_host and not self.is_idle:
             self._bring_back()
             self._offload(now_s)
 
-    def settle(self) -> list[Held]:
+    def finish_moves(self) -> list[Held]:
         """Return what the step that has ended, well or not, moved; some of it may have been dropped meanwhile."""
         moved, self._moving = self._moving, []
         for held in moved:
@@ -84,7 +84,7 @@ class ParkedPool:
             held = state.held.get(key)
             if held is not None and held.sequence.phase is Phase.PARKED and held.pooled:
                 spare -= state.kv.geometry.blocks_held(held.sequence.computed)
-                if spare < 0 or not state.kv.swap_in(held.sequence, beside=True):
+                if spare < 0 or not state.kv.swap_in(held.sequence, concurrent=True):
                     return
                 held.pooled = False
                 self._buffered[key] = held
@@ -110,7 +110,7 @@ class ParkedPool:
 
     def _to_host(self, held: Held) -> bool:
         """Offload one sequence. Return False if the host pool is full: it stays, and prompts wait for its blocks."""
-        if not self._state.kv.swap_out(held.sequence, beside=True):
+        if not self._state.kv.swap_out(held.sequence, concurrent=True):
             return False
         self.bound(held.sequence.key)
         held.pooled = True
@@ -141,7 +141,7 @@ class ParkedPool:
 
 
 @dataclass(slots=True, eq=False)
-class Onward:
+class Handovers:
     """Next step of a sequence that the manager binds to a worker: one that waits parked for it, or one that runs here
     while this worker drains. Never decides where it goes.
 
@@ -155,7 +155,7 @@ class Onward:
     _scheduler: IterationScheduler
     _pool: ParkedPool
     _sender: KvSender
-    _adapters: AdapterDesk
+    _adapters: AdapterSlots
     _lost: Callable[[float, Sequence, str], None]
     _running: dict[Attempt, BindSegment] = field(default_factory=dict)
     """Messages of sequences that still run here and go to another worker after the iterations in flight."""

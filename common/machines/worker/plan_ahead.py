@@ -75,7 +75,7 @@ class AheadPlanner:
         """Fill `plan` with its rows and reserve their slots. Return why it cannot have these, or None."""
         if news:
             return "news"
-        if before.copies or self._receiver.offers or not self._pool.quiet:
+        if before.copies or self._receiver.offers or not self._pool.is_idle:
             return "kv_transfer"
         if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):
             return "kv_transfer"
@@ -133,7 +133,7 @@ class AheadPlanner:
         return (None if plan.rows else "ended"), leaving
 
 
-class StepEnds:
+class StepEndForecast:
     """Forecast of when a step ends: a moving average for decode steps, learned times for steps with prompts. Used by
     the worker loop, and by the simulator's engine when it runs iterations one by one. What arrives after the next step
     was planned waits for that step, too; a step that is planned too late begins late. So the moment lies before the

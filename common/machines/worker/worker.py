@@ -39,13 +39,13 @@ from cohort.common.machines.events import (
     Undelivered,
     WorkerEvent,
 )
-from cohort.common.machines.senders import may_say
-from cohort.common.machines.worker.adapter_desk import AdapterDesk
+from cohort.common.machines.senders import may_send
+from cohort.common.machines.worker.adapter_slots import AdapterSlots
 from cohort.common.machines.worker.kv_receiver import KvReceiver
 from cohort.common.machines.worker.kv_sender import KvSender, brings_back
-from cohort.common.machines.worker.parked_pool import Onward, ParkedPool
+from cohort.common.machines.worker.parked_pool import Handovers, ParkedPool
 from cohort.common.machines.worker.plan_ahead import AheadPlanner, same_rows
-from cohort.common.machines.worker.speculation_desk import SpeculationDesk
+from cohort.common.machines.worker.speculation_control import SpeculationControl
 from cohort.common.machines.worker.worker_report import WorkerReports
 from cohort.common.machines.worker.worker_state import Held, WorkerSetup, WorkerState
 from cohort.common.messages import (
@@ -88,8 +88,8 @@ class WorkerMachine:
         self.kv = kv
         self.state = state = WorkerState(setup, kv, random)
         self.counters = state.counters
-        self.sender = KvSender(state, self._left, self._fail)
-        self.receiver = KvReceiver(state, lambda: self.sender.settling, self._arrived, self._fail)
+        self.sender = KvSender(state, self._on_handed_over, self._fail)
+        self.receiver = KvReceiver(state, lambda: self.sender.draining, self._on_kv_complete, self._fail)
         self.leases = self.receiver.leases
         self.pool = ParkedPool(state)
         self._ahead = AheadPlanner(state, scheduler, self.receiver, self.pool)
@@ -98,14 +98,14 @@ class WorkerMachine:
         """Iteration times learned here, because the scheduler learns none."""
         self.times = learned if isinstance(learned, LearnedTimes) else self.observed
         """Learned iteration times, of the scheduler or of `observed`; None if neither learns them."""
-        self.adapters = AdapterDesk(state, self._enter, self._refuse)
-        self._onward = Onward(state, scheduler, self.pool, self.sender, self.adapters, self._fail)
+        self.adapters = AdapterSlots(state, self._admit_to_scheduler, self._refuse)
+        self._handovers = Handovers(state, scheduler, self.pool, self.sender, self.adapters, self._fail)
         self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
         self._scoring = ScoringTurns(state.holds)
-        self.drafts = SpeculationDesk(state, self.times)
+        self.drafts = SpeculationControl(state, self.times)
         self._now_s = float("-inf")
         self._next_renewal_s = 0.0
         self._repeats = False
@@ -147,7 +147,7 @@ class WorkerMachine:
                 case LinkAddresses(addresses=addresses):
                     self.receiver.links = addresses
                 case AdapterLoaded() | AdapterFailed():
-                    self.adapters.settled(now_s, event)
+                    self.adapters.on_load_ended(now_s, event)
                 case DrainStarted():
                     self._reports.draining = True
                 case DrainEnded():
@@ -164,7 +164,7 @@ class WorkerMachine:
     @property
     def idle(self) -> bool:
         """Whether no request is here in any phase and no ended transfer has runs in flight."""
-        return not self._held and not self.sender.settling and not self.receiver.settling
+        return not self._held and not self.sender.draining and not self.receiver.draining
 
     @property
     def learned(self) -> Learned | None:
@@ -186,7 +186,7 @@ class WorkerMachine:
 
     def check(self) -> None:
         self.kv.check()
-        stray = set(self.kv.owners()) - {*self._held, *self.sender.settling, *self.receiver.settling}
+        stray = set(self.kv.owners()) - {*self._held, *self.sender.draining, *self.receiver.draining}
         if stray:
             raise InvariantViolated(f"blocks of forgotten sequences: {sorted(stray)[:4]}")
         self.sender.check()
@@ -195,7 +195,7 @@ class WorkerMachine:
         self.adapters.check()
 
     def _received(self, now_s: float, sender: InstanceId, message: ToWorker) -> None:
-        if not may_say(sender, message, managers=self._reports.managers):
+        if not may_send(sender, message, managers=self._reports.managers):
             self.counters.misnamed += 1
             return
         if self._reports.refuses(sender, message):
@@ -223,13 +223,13 @@ class WorkerMachine:
                 for attempt in attempts:
                     self._cancel(now_s, attempt, reason)
             case BindSegment():
-                self._onward.bound(now_s, message)
+                self._handovers.bound(now_s, message)
             case PrefetchKv(attempts=attempts):
                 self.pool.prefetch(attempts)
             case RevisePrediction():
                 self._revise(now_s, message)
             case Registered() | ManagerHello():
-                self._reports.heard(sender, message)
+                self._reports.on_manager_hello(sender, message)
             case _:
                 assert_never(message)
 
@@ -265,7 +265,7 @@ class WorkerMachine:
 
     def _start_segment(self, now_s: float, message: StartSegment) -> None:
         key = message.request.attempt
-        settling = key in self.sender.settling or key in self.receiver.settling
+        settling = key in self.sender.draining or key in self.receiver.draining
         if key in self._held or (message.index == 0 and settling):
             return  # sent twice
         self._effects.append(Dial(message.request.gateway, message.gateway_endpoint))
@@ -278,7 +278,7 @@ class WorkerMachine:
         sequence.scored_slice = self.setup.settings.scored_step_tokens if sequence.scores_prompt else 0
         limit = self.setup.capacity.max_model_len
         if self.kv.geometry.blocks_for(min(sequence.max_positions, limit)) > self.kv.total_blocks:
-            self._ended(sequence, Outcome.FAILED, f"{sequence.max_positions} positions exceed the whole cache")
+            self._report_ended(sequence, Outcome.FAILED, f"{sequence.max_positions} positions exceed the whole cache")
             return
         assert settling or not self.kv.held(key), f"{key} starts here and has {self.kv.held(key)} blocks"
         self._held[key] = held
@@ -289,7 +289,7 @@ class WorkerMachine:
         else:
             self.adapters.admit(now_s, sequence)
 
-    def _enter(self, now_s: float, sequence: Sequence) -> None:
+    def _admit_to_scheduler(self, now_s: float, sequence: Sequence) -> None:
         """Hand a sequence whose adapter is loaded to the scheduler, unless its prompt scores must wait."""
         if sequence.phase is not Phase.WAITING or not self._scoring.must_wait(sequence):
             self.scheduler.add(now_s, sequence)
@@ -299,9 +299,9 @@ class WorkerMachine:
         assert self.state.holds(sequence), f"{sequence.key} is parked and not held"
         sequence.phase = Phase.PARKED
         self.pool.park(now_s, self._held[sequence.key])
-        self._ended(sequence, Outcome.PARKED)
+        self._report_ended(sequence, Outcome.PARKED)
 
-    def _arrived(self, now_s: float, sequence: Sequence) -> None:
+    def _on_kv_complete(self, now_s: float, sequence: Sequence) -> None:
         """Start or park a sequence whose KV is complete."""
         assert sequence.phase is Phase.AWAITING_KV, f"KV of {sequence.key} arrived, which is {sequence.phase}"
         assert sequence.computed <= sequence.known, f"{sequence.key}: {sequence.computed} of {sequence.known} computed"
@@ -311,16 +311,16 @@ class WorkerMachine:
         sequence.phase = Phase.RUNNING
         self.adapters.admit(now_s, sequence)
 
-    def _left(self, now_s: float, sequence: Sequence) -> None:
+    def _on_handed_over(self, now_s: float, sequence: Sequence) -> None:
         """Drop a sequence that another worker runs now, and report it as handed over."""
         assert sequence.phase is Phase.LEAVING, f"{sequence.key} has left and is {sequence.phase}"
-        self._ended(sequence, Outcome.HANDED_OVER)
+        self._report_ended(sequence, Outcome.HANDED_OVER)
         del self._held[sequence.key]
 
     def _plan(self, now_s: float) -> None:
         """Start the next iteration, if anything can run. Its rows' blocks are reserved until it has ended."""
-        if self._onward.pending:
-            self._onward.between_iterations(now_s)
+        if self._handovers.pending:
+            self._handovers.between_iterations(now_s)
         plan = self._decide(now_s)
         for sequence in plan.evicted:
             sequence.end = sequence.computed
@@ -348,8 +348,8 @@ class WorkerMachine:
 
     def _plan_ahead(self, now_s: float, expected: list[Attempt]) -> None:
         """Queue the next iteration after the one in flight, if it is certain which rows it has."""
-        news = bool(self._revised) or self._scoring.pending or self._onward.pending
-        plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.wants(expected))
+        news = bool(self._revised) or self._scoring.pending or self._handovers.pending
+        plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.prefers_drafts(expected))
         if plan is not None:
             assert_plan(plan, self.state, following=self.state.in_flight)
             self.state.moved_s, self.state.ahead = now_s, plan
@@ -376,7 +376,7 @@ class WorkerMachine:
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
         held_of = self._held
         assert plan.rows or not event.sampled, f"a step without rows sampled {event.sampled}"
-        self.drafts.ended(plan, event)
+        self.drafts.on_step_ended(plan, event)
         self.counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
@@ -405,7 +405,7 @@ class WorkerMachine:
             known = held_of.get(sequence.key)
             if known is not None and known.sequence is sequence and not known.aborting:
                 self._after_row(now_s, sequence)
-        if self.pool.settle() or brings_back(plan):  # pushes that were put off
+        if self.pool.finish_moves() or brings_back(plan):  # pushes that were put off
             self.sender.push_all(now_s)
         if self.state.aborting:
             self._drop_aborting(now_s)
@@ -423,7 +423,7 @@ class WorkerMachine:
         """Give a failed step's requests back to be placed again; the worker lives on."""
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, None, None
         self.state.skipped_s, self._earlier, self._repeats = [], [], False
-        for held in self.pool.settle():  # whether their copies were made is unknown
+        for held in self.pool.finish_moves():  # whether their copies were made is unknown
             self._fail(now_s, held.sequence, reason)
         for row in plan.rows:
             self._fail(now_s, row.sequence, reason)
@@ -450,7 +450,7 @@ class WorkerMachine:
 
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
-        self._ended(sequence, Outcome.FINISHED, finish.value)
+        self._report_ended(sequence, Outcome.FINISHED, finish.value)
         self._end(now_s, self._held[sequence.key], "finished before the handoff")
 
     def _refuse(self, now_s: float, sequence: Sequence, why: str) -> None:
@@ -462,7 +462,7 @@ class WorkerMachine:
         held = self._held.get(key)
         if held is None or held.aborting:
             return
-        self._ended(held.sequence, Outcome.CANCELLED, reason)
+        self._report_ended(held.sequence, Outcome.CANCELLED, reason)
         self._end(now_s, held, reason)
 
     def _fail(self, now_s: float, sequence: Sequence, reason: str) -> None:
@@ -472,7 +472,7 @@ class WorkerMachine:
             return
         if sequence.key in self.sender or sequence.key in self.receiver:
             self.counters.transfer_failures += 1
-        self._ended(sequence, Outcome.FAILED, reason)
+        self._report_ended(sequence, Outcome.FAILED, reason)
         self._end(now_s, held, reason)
 
     def _end(self, now_s: float, held: Held, reason: str) -> None:
@@ -499,7 +499,7 @@ class WorkerMachine:
             self.kv.release(key)
         assert key not in self.sender and key not in self.receiver, f"{key} is dropped and still transferred"
 
-    def _ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
+    def _report_ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
         ended = SegmentEnded(self.setup.instance, sequence.key, outcome, sequence.computed, reason)
         self._effects.append(Send(self._reports.manager, ended))
 
@@ -525,7 +525,7 @@ class TokenUpdates:
         finish: FinishReason | None = None
         if token in held.stop_ids:
             finish = FinishReason.STOP
-        elif position + 1 >= held.most_known:
+        elif position + 1 >= held.max_length:
             finish = FinishReason.LENGTH
         logprobs = held.logprobs
         if sampled.logprob is not None:
@@ -682,7 +682,7 @@ def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tupl
 
 
 def given_back(
-    now_s: float, state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterDesk
+    now_s: float, state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterSlots
 ) -> Sequence | None:
     """Return the sequence to be given back now; one at a time, as its blocks may be what all others waited for."""
     if now_s - state.moved_s < state.settings.stall_timeout_s:
@@ -693,7 +693,7 @@ def given_back(
     return stalled
 
 
-def holds_up(state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterDesk) -> Sequence | None:
+def holds_up(state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterSlots) -> Sequence | None:
     """Return the sequence that holds blocks up, if nothing has moved for long although blocks are wanted: they are held
     for KV that waits, directly or in a ring of workers, for what is held here. It is the youngest grant, or else the
     youngest of those that could leave or that wait for an adapter's slot; its request is placed anew. (A prefill worker

@@ -15,7 +15,7 @@ from typing import Any
 
 from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.effects import Send
-from cohort.common.machines.worker.adapter_desk import AdapterDesk
+from cohort.common.machines.worker.adapter_slots import AdapterSlots
 from cohort.common.machines.worker.worker_state import Held, WorkerState
 from cohort.common.messages import (
     BindSegment,
@@ -96,13 +96,13 @@ def _progress(held: Held) -> QueuedWork:
 class WorkerReports:
     """Messages to the managers about this worker as a whole: registration, reports, leave."""
 
-    def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None, adapters: AdapterDesk) -> None:
+    def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None, adapters: AdapterSlots) -> None:
         self._state = state
         self._adapters = adapters
         self._leases = leases
         self._learned = learned
         self._sequence = 0
-        self._told: dict[Attempt, None] | None = None
+        self._reported: dict[Attempt, None] | None = None
         """Attempts in the last report; None: the next one names everything."""
         setup = state.setup
         self.managers = (setup.manager, *setup.standbys)
@@ -112,14 +112,14 @@ class WorkerReports:
         self._registered = False
         self.draining = False
 
-    def heard(self, sender: InstanceId, message: ManagerHello | Registered) -> None:
+    def on_manager_hello(self, sender: InstanceId, message: ManagerHello | Registered) -> None:
         """Handle a manager's message that it knows this worker, or that it does not: it restarted or took over."""
         if message.leads and message.epoch >= self._epoch:
             self._follow(sender, message.epoch)
         leads = message.leads and message.epoch == self._epoch
         if sender == self.manager:
             self._registered = leads and isinstance(message, Registered)
-            self._told = None
+            self._reported = None
         if isinstance(message, ManagerHello) or (message.leads and not leads):
             self._register_with(sender)
 
@@ -139,7 +139,7 @@ class WorkerReports:
             return
         assert epoch >= self._epoch, f"epoch {epoch} is followed after {self._epoch}"
         former, self.manager, self._epoch, self._registered = self.manager, manager, epoch, False
-        self._told = None
+        self._reported = None
         if former != manager:  # it learns at once that it was replaced, if anything reaches it
             self._register_with(former)
 
@@ -155,17 +155,17 @@ class WorkerReports:
         apart = stats.awaiting_kv or stats.parked
         held, awaiting = self._attempts() if apart else (list(self._state.held), [])
         number, since, gone = self._sequence, 0, list[Attempt]()
-        if self._told is not None and number % _WHOLE_EVERY:
+        if self._reported is not None and number % _WHOLE_EVERY:
             here, since = self._state.held, number - 1
-            gone = sorted(self._told.keys() - here.keys())
-            news = here.keys() - self._told.keys()
+            gone = sorted(self._reported.keys() - here.keys())
+            news = here.keys() - self._reported.keys()
             held = [key for key in here if key in news] if news else []
         if not since or held or gone:
-            self._told = dict.fromkeys(self._state.held)
+            self._reported = dict.fromkeys(self._state.held)
         report = WorkerReport(
             setup.instance, setup.incarnation, number, stats, held, awaiting, self.draining, self._epoch, since, gone
         )
-        self._say(self.manager, report)
+        self._send(self.manager, report)
         if number % _STANDBYS_EVERY == 0:
             for manager in self.managers:
                 if manager != self.manager:
@@ -173,7 +173,7 @@ class WorkerReports:
 
     def leave(self) -> None:
         for manager in self.managers:
-            self._say(manager, Leaving(self._state.setup.instance, self._state.setup.incarnation))
+            self._send(manager, Leaving(self._state.setup.instance, self._state.setup.incarnation))
 
     def stats(self, memory_free_bytes: int) -> WorkerStats:
         kv, averages = self._state.kv, self._state.averages
@@ -215,9 +215,9 @@ class WorkerReports:
     def _register_with(self, manager: InstanceId) -> None:
         setup, (held, awaiting) = self._state.setup, self._attempts()
         endpoint, capacity = setup.endpoint, setup.capacity
-        self._say(
+        self._send(
             manager, RegisterWorker(setup.instance, setup.incarnation, endpoint, capacity, held, awaiting, self._epoch)
         )
 
-    def _say(self, manager: InstanceId, message: RegisterWorker | WorkerReport | Leaving) -> None:
+    def _send(self, manager: InstanceId, message: RegisterWorker | WorkerReport | Leaving) -> None:
         self._state.effects.append(Send(manager, message))

@@ -100,7 +100,7 @@ class Held:
     moving: bool = False
     gateway: InstanceId = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
-    most_known: int = field(init=False)
+    max_length: int = field(init=False)
     """Facts of the request that are needed for every token: gateway, stop tokens, greatest length."""
     prompt_known: int = field(init=False)
     """Tokens to prefill: the prompt, and the output of former attempts."""
@@ -108,7 +108,7 @@ class Held:
     def __post_init__(self) -> None:
         request = self.sequence.request
         self.gateway, self.stop_ids = request.gateway, request.sampling.stop_token_ids
-        self.most_known = request.prompt_tokens + request.sampling.max_tokens
+        self.max_length = request.prompt_tokens + request.sampling.max_tokens
         self.prompt_known = len(request.tokens)
 
     @staticmethod

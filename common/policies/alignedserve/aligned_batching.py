@@ -12,7 +12,7 @@ from typing import Literal
 from cohort.common.policies.alignedserve.batch_numbers import batch_of, batches_of
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News
+from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt
 from cohort.common.sequence import Phase, Sequence
@@ -117,7 +117,7 @@ class AlignedBatching(ContinuousBatching):
         if (self._sets_aside and spare < 0) or not super().steady_for(plan, kv):
             return 0
         if not self._sets_aside:
-            return UNTIL_DISTURBED
+            return UNTIL_CHANGED
         # Each row takes at most one block in `size` iterations, and has the one for the iteration in flight.
         least = size * (spare // max(1, len(plan.rows))) - 1
         if least >= _FAR:

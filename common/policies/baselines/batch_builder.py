@@ -143,7 +143,7 @@ class BatchBuilder:
             self._add(sequence, self._count(sequence))
         return admitted
 
-    def give_way(self, sequence: Sequence) -> None:
+    def displace(self, sequence: Sequence) -> None:
         """Take the blocks of a sequence that has no row in this iteration."""
         self._evict(sequence)
 

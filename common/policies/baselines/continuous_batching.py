@@ -14,7 +14,7 @@ from typing import Literal
 
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import by_arrival, divided
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News
+from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.sequence import Phase, Row, Sequence
@@ -90,11 +90,11 @@ class ContinuousBatching(ArrivalQueues):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if all running sequences decode and no other can join, as none waits or there is no
+        """Return `UNTIL_CHANGED` if all running sequences decode and no other can join, as none waits or there is no
         room."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
-        return UNTIL_DISTURBED if self.continues(plan, kv, 0, 0) else 0
+        return UNTIL_CHANGED if self.continues(plan, kv, 0, 0) else 0
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
         if len(begun) + single > self._max_rows:

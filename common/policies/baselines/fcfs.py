@@ -9,7 +9,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
-from cohort.common.policies.serving_views import Least, ServingViews
+from cohort.common.policies.serving_views import MinIndex, ServingViews
 from cohort.common.types import Prediction, RequestId, Role
 
 _Key = tuple[int, bool, float, str]
@@ -22,7 +22,7 @@ class Fcfs(PrefillOrder):
 
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
-        self._least = Least(
+        self._least = MinIndex(
             lambda view: (view.queued_prefill_tokens, view.instance),
             lambda view: view.capacity.role is not Role.DECODE,
             or_all=True,

@@ -25,7 +25,7 @@ from itertools import islice
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes, of_group, prefix_root
-from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator, KvCopy, NoSlotAhead
+from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator, KvCopy, SlotRefusal
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
@@ -36,16 +36,16 @@ class Table:
 
     blocks: list[int]
     host: list[int] = field(default_factory=list)
-    behind: int = 0
+    freed: int = 0
     """Leading blocks that were given back, in `blocks` and in `host`."""
 
     @property
     def device_blocks(self) -> list[int]:
-        return self.blocks[self.behind :] if self.behind else self.blocks
+        return self.blocks[self.freed :] if self.freed else self.blocks
 
     @property
     def in_host(self) -> list[int]:
-        return self.host[self.behind :] if self.behind else self.host
+        return self.host[self.freed :] if self.freed else self.host
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Holding(Table):
         if not self.more:
             return self.device_blocks
         tables = self.tables
-        return [table.blocks[index] for index in range(len(self.blocks)) for table in tables if index >= table.behind]
+        return [table.blocks[index] for index in range(len(self.blocks)) for table in tables if index >= table.freed]
 
     @property
     def all_in_host(self) -> list[int]:
@@ -76,7 +76,7 @@ class Holding(Table):
     def count(self) -> int:
         """Blocks on the device and in host memory."""
         return sum(
-            [max(0, len(each.blocks) - each.behind) + max(0, len(each.host) - each.behind) for each in self.tables]
+            [max(0, len(each.blocks) - each.freed) + max(0, len(each.host) - each.freed) for each in self.tables]
         )
 
 
@@ -87,7 +87,7 @@ class PagedAllocator(KvAllocator):
     def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, prefix_caching: bool = True) -> None:
         self.geometry = geometry
         self._windows, self._groups = geometry.windows, geometry.num_groups
-        self._gives_back = geometry.gives_back
+        self._gives_back = geometry.frees_behind_window
         self._simple = self._groups == 1 and not self._gives_back
         self._caching = prefix_caching
         self._pool = BlockPool(num_blocks, caching=prefix_caching)
@@ -125,12 +125,12 @@ class PagedAllocator(KvAllocator):
             behind, shared = [0], [self._pool.lookup(hashes)]
             cached = len(shared[0])
         elif arriving:
-            behind = [self.geometry.behind(arriving, window) for window in self._windows]
+            behind = [self.geometry.blocks_before_window(arriving, window) for window in self._windows]
             known = [self._pool.lookup(hashes[first:], group) for group, first in enumerate(behind)]
             cached = min([first + len(blocks) for first, blocks in zip(behind, known, strict=True)])
             shared = [blocks[: max(0, cached - first)] for first, blocks in zip(behind, known, strict=True)]
         else:
-            seen = [partial(self._behind, window) for window in self._windows]
+            seen = [partial(self._freed_blocks, window) for window in self._windows]
             cached, shared = self._pool.lookup_windows(hashes, seen)
             behind = [cached - len(blocks) for blocks in shared]
         found = cached * size if any(shared) or not arriving else 0
@@ -153,12 +153,12 @@ class PagedAllocator(KvAllocator):
             f"{key} has tables of {[*map(len, tables)]}, not {entries}"
         )
         assert found <= max_cached, f"{key} is to reuse {found} positions, {max_cached} at most"
-        more = [Table(table, behind=first) for table, first in zip(tables[1:], behind[1:], strict=True)]
-        self._held[key] = Holding(tables[0], behind=behind[0], hashes=hashes[:cached], more=more)
+        more = [Table(table, freed=first) for table, first in zip(tables[1:], behind[1:], strict=True)]
+        self._held[key] = Holding(tables[0], freed=behind[0], hashes=hashes[:cached], more=more)
         return found
 
-    def _behind(self, window: int, full: int) -> int:
-        return self.geometry.behind(full * self.geometry.block_size, window)
+    def _freed_blocks(self, window: int, full: int) -> int:
+        return self.geometry.blocks_before_window(full * self.geometry.block_size, window)
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         holding, size = self._held[sequence.key], self.geometry.block_size
@@ -182,7 +182,7 @@ class PagedAllocator(KvAllocator):
         for index, table in enumerate(holding.tables):
             table.blocks.extend(blocks[index * entries : (index + 1) * entries])
 
-    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+    def extend_ahead(self, rows: Seq[Row]) -> SlotRefusal | None:
         size, held = self.geometry.block_size, self._held
         # Of rows of one token, only those at the first position of a block.
         growing = [row for row in rows if row.start % size == 0 or row.count > 1]
@@ -208,35 +208,39 @@ class PagedAllocator(KvAllocator):
             self._remember(sequence, holding)
         if self._gives_back:
             for table, window in zip(holding.tables, self._windows, strict=True):
-                behind = min(self.geometry.behind(sequence.computed, window), len(table.blocks)) if window else 0
-                if behind > table.behind:
+                behind = (
+                    min(self.geometry.blocks_before_window(sequence.computed, window), len(table.blocks))
+                    if window
+                    else 0
+                )
+                if behind > table.freed:
                     self._give_back(sequence, table, behind)
 
     def _give_back(self, sequence: Sequence, table: Table, behind: int) -> None:
         """Release the first `behind` blocks, which no later token sees, and no transfer reads."""
-        first = table.behind
+        first = table.freed
         assert first < behind <= len(table.blocks), f"{sequence.key} gives back [{first}, {behind}) of its blocks"
         self._pool.release(table.blocks[first:behind])
         table.blocks[first:behind] = [NO_BLOCK] * (behind - first)
-        table.behind = behind
+        table.freed = behind
         self._given_back += behind - first
 
     def _remember(self, sequence: Sequence, holding: Holding) -> None:
         """Enter full blocks into the prefix cache."""
         size = self.geometry.block_size
         known = len(holding.hashes)
-        full = self.keepable(sequence, sequence.computed // size)
+        full = self.cacheable_blocks(sequence, sequence.computed // size)
         if full <= known:
             return
         parent = holding.hashes[-1] if holding.hashes else prefix_root(sequence.request.cache_salt)
         fresh = block_hashes(sequence.tokens[: full * size], size, known, parent)
         for group, table in enumerate(holding.tables):
             for index, digest in enumerate(fresh, known):
-                if index >= table.behind:
+                if index >= table.freed:
                     self._pool.remember(table.blocks[index], of_group(digest, group))
         holding.hashes.extend(fresh)
 
-    def keepable(self, sequence: Sequence, full: int) -> int:
+    def cacheable_blocks(self, sequence: Sequence, full: int) -> int:
         """Return how many of the first `full` blocks may enter the prefix cache: all that no other sequence writes."""
         return full
 
@@ -246,28 +250,28 @@ class PagedAllocator(KvAllocator):
             self._pool.release(holding.all_device_blocks)
             self._host.release(holding.all_in_host)
 
-    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
+    def swap_out(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
         holding = self._held[sequence.key]
         assert not holding.host, f"{sequence.key} is in host memory already"
         end = self.geometry.entries(sequence.computed)
-        used = [block for table in holding.tables for block in table.blocks[table.behind : end]]
+        used = [block for table in holding.tables for block in table.blocks[table.freed : end]]
         if len(used) > self._host.available:
             return False
         host = self._host.allocate(len(used))
-        self._copies.append(KvCopy("out", "block", tuple(used), tuple(host), beside))
+        self._copies.append(KvCopy("out", "block", tuple(used), tuple(host), concurrent))
         self._pool.release(holding.all_device_blocks)
         places = iter(host)
         for table in holding.tables:
             table.blocks = []
-            table.host = [NO_BLOCK] * table.behind + list(islice(places, end - table.behind))
+            table.host = [NO_BLOCK] * table.freed + list(islice(places, end - table.freed))
         holding.hashes = []
         return True
 
-    def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
+    def swap_in(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
         holding = self._held[sequence.key]
         assert not holding.blocks, f"{sequence.key} has blocks of the device"
         entries = self.geometry.entries(self.positions_wanted(sequence))
-        wanted = [entries - table.behind for table in holding.tables]
+        wanted = [entries - table.freed for table in holding.tables]
         if sum(wanted) > self._pool.available:
             return False
         fresh = iter(self._pool.allocate(sum(wanted)))
@@ -275,10 +279,10 @@ class PagedAllocator(KvAllocator):
         for table, count in zip(holding.tables, wanted, strict=True):
             blocks = list(islice(fresh, count))
             device += blocks[: len(table.in_host)]
-            table.blocks = [NO_BLOCK] * table.behind + blocks
+            table.blocks = [NO_BLOCK] * table.freed + blocks
         host = holding.all_in_host
         assert len(device) == len(host), f"{sequence.key}: {len(host)} blocks come back into {len(device)}"
-        self._copies.append(KvCopy("in", "block", tuple(device), tuple(host), beside))
+        self._copies.append(KvCopy("in", "block", tuple(device), tuple(host), concurrent))
         self._host.release(host)
         for table in holding.tables:
             table.host = []
@@ -348,8 +352,8 @@ class PagedAllocator(KvAllocator):
             for each in holding.tables:
                 for table, first in ((each.blocks, holding.blocks), (each.host, holding.host)):
                     given_back = [index for index, block in enumerate(table) if block == NO_BLOCK]
-                    if given_back != list(range(min(each.behind, len(table)))):
-                        raise InvariantViolated(f"{key} has given back blocks {given_back} and counts {each.behind}")
+                    if given_back != list(range(min(each.freed, len(table)))):
+                        raise InvariantViolated(f"{key} has given back blocks {given_back} and counts {each.freed}")
                     if len(table) != len(first):
                         raise InvariantViolated(f"{key} has tables of {len(first)} and of {len(table)} blocks")
         self._pool.check([holding.all_device_blocks for holding in self._held.values()])

@@ -17,7 +17,7 @@ from cohort.common.policies.interface import (
     WaitingRequest,
 )
 from cohort.common.policies.link_price import transfer_seconds
-from cohort.common.policies.serving_views import Least, ServingViews
+from cohort.common.policies.serving_views import MinIndex, ServingViews
 from cohort.common.types import InstanceId, Request, Role, Segment
 
 
@@ -104,13 +104,13 @@ class Colocated(Placement):
     reads_queues = False
 
     def __init__(self) -> None:
-        self._least = Least(_unified_load, lambda view: view.capacity.role is Role.UNIFIED, or_all=True)
+        self._least = MinIndex(_unified_load, lambda view: view.capacity.role is Role.UNIFIED, or_all=True)
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         request = waiting.request
-        chosen = self._foremost(cluster, request) if preferred is None else None
+        chosen = self._best_by_index(cluster, request) if preferred is None else None
         if chosen is None:
             unified = _unified(cluster, request)
             if isinstance(unified, Wait | Impossible):
@@ -118,7 +118,7 @@ class Colocated(Placement):
             chosen = _preferred(unified, preferred) or _near(unified, request, _unified_load)
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
-    def _foremost(self, cluster: ClusterView, request: Request) -> InstanceView | None:
+    def _best_by_index(self, cluster: ClusterView, request: Request) -> InstanceView | None:
         """Return the least loaded worker without a look at every one; None where that does not tell."""
         views = cluster.instances
         if request.adapter or not isinstance(views, ServingViews) or not self._least.all_hold(views, request):
@@ -162,9 +162,9 @@ class Disaggregated(Placement):
 
     def __init__(self) -> None:
         self._colocated = Colocated()
-        self._queued = Least(_prefill_load, lambda view: view.capacity.role is not Role.DECODE)
-        self._filled = Least(_decode_load, lambda view: view.capacity.role is not Role.PREFILL)
-        self._linked = Least(lambda view: (not view.stats.link_rates, view.instance))
+        self._queued = MinIndex(_prefill_load, lambda view: view.capacity.role is not Role.DECODE)
+        self._filled = MinIndex(_decode_load, lambda view: view.capacity.role is not Role.PREFILL)
+        self._linked = MinIndex(lambda view: (not view.stats.link_rates, view.instance))
         """Workers by whether their links were measured, these first."""
 
     def place(
@@ -172,7 +172,7 @@ class Disaggregated(Placement):
     ) -> Placed | Wait | Impossible:
         request = waiting.request
         split = len(request.tokens)
-        pair = self._foremost(cluster, request, split) if preferred is None else None
+        pair = self._best_by_index(cluster, request, split) if preferred is None else None
         if pair is not None:
             return self._placed(request, split, pair[0], lambda: pair[1])
         views = list(cluster.instances.values())
@@ -190,7 +190,9 @@ class Disaggregated(Placement):
             request, split, prefill, lambda: self._decode_worker(cluster, prefill, decodes, request, split)
         )
 
-    def _foremost(self, cluster: ClusterView, request: Request, split: int) -> tuple[InstanceView, InstanceView] | None:
+    def _best_by_index(
+        self, cluster: ClusterView, request: Request, split: int
+    ) -> tuple[InstanceView, InstanceView] | None:
         """Return both workers without a look at every one; None where that does not tell."""
         views = cluster.instances
         if request.adapter or not isinstance(views, ServingViews):

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
 from cohort.common.policies.baselines.phase_queues import PhaseQueues
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News
+from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Row, Sequence
 
@@ -72,7 +72,7 @@ class PrefillFirst(IterationScheduler):
         return alive == 0 or spare >= int(self._watermark * kv.total_blocks)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if all running sequences decode and the first waiting one finds no place."""
+        """Return `UNTIL_CHANGED` if all running sequences decode and the first waiting one finds no place."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         running, waiting = self._queues.of(Phase.RUNNING), self._queues.of(Phase.WAITING)
@@ -82,7 +82,7 @@ class PrefillFirst(IterationScheduler):
             return 0
         full = len(running) >= self._limits.max_rows
         stands = not waiting or full or not self._leaves_headroom(waiting[0], kv, len(running))
-        return UNTIL_DISTURBED if stands else 0
+        return UNTIL_CHANGED if stands else 0
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
         """Return chunks of prompts alone: rows of one token wait until these have ended."""

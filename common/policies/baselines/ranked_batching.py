@@ -19,7 +19,7 @@ from cohort.common.policies.baselines.batch_builder import (
     whole_chunks,
 )
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
@@ -120,16 +120,16 @@ class RankedBatching(IterationScheduler):
         return admitted
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if all decode, or the rows are all there are and none can preempt another."""
+        """Return `UNTIL_CHANGED` if all decode, or the rows are all there are and none can preempt another."""
         if not self._ranking.steady or plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
             return 0
         if len(plan.rows) == len(self._sequences):
-            return UNTIL_DISTURBED
+            return UNTIL_CHANGED
         running = sum(1 for s in self._sequences.values() if s.phase is Phase.RUNNING)
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
-        return UNTIL_DISTURBED if full and running == len(plan.rows) and not self._evicting else 0
+        return UNTIL_CHANGED if full and running == len(plan.rows) and not self._evicting else 0
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
         return whole_chunks(self._limits, begun, single)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.shared_blocks import SharedBlocks, Tenant
-from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy, NoSlotAhead
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy, SlotRefusal
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
@@ -46,25 +46,25 @@ class CopyList:
         self._size = block_size
         self._pairs: dict[tuple[str, str, bool], tuple[list[int], list[int]]] = {kind: ([], []) for kind in _KINDS}
 
-    def add(self, direction: str, device: list[int], host_block: int, *, beside: bool = False) -> None:
-        """Add a copy between slots of one device block and the same places of a host block. `beside`: no row of this
-        iteration touches them."""
+    def add(self, direction: str, device: list[int], host_block: int, *, concurrent: bool = False) -> None:
+        """Add a copy between slots of one device block and the same places of a host block. `concurrent`: no row of
+        this iteration touches them."""
         if len(device) == self._size:
-            blocks, hosts = self._pairs[direction, "block", beside]
+            blocks, hosts = self._pairs[direction, "block", concurrent]
             blocks.append(device[0] // self._size)
             hosts.append(host_block)
         else:
-            slots, hosts = self._pairs[direction, "slot", beside]
+            slots, hosts = self._pairs[direction, "slot", concurrent]
             slots.extend(device)
             hosts.extend(host_block * self._size + slot % self._size for slot in device)
 
     def take(self) -> list[KvCopy]:
         """Return everything since the last time, in the order in which it has to run."""
         taken: list[KvCopy] = []
-        for direction, unit, beside in _KINDS:
-            device, host = self._pairs[direction, unit, beside]
+        for direction, unit, concurrent in _KINDS:
+            device, host = self._pairs[direction, unit, concurrent]
             if device:
-                taken.append(KvCopy(direction, unit, tuple(device), tuple(host), beside=beside))
+                taken.append(KvCopy(direction, unit, tuple(device), tuple(host), concurrent=concurrent))
                 device.clear()
                 host.clear()
         return taken
@@ -144,12 +144,12 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         side = self._table.right(block)
         return side is None or within + self._relied_on(*side) <= self._size
 
-    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+    def extend_ahead(self, rows: Seq[Row]) -> SlotRefusal | None:
         """Take free slots in the rows' blocks, and free blocks. If the two sides of a block have met, the next slot
         costs a copy (R9), or the row waits: "shared"."""
         before: list[tuple[Tenant, int]] = []
         growing: list[Tenant] = []
-        refused: NoSlotAhead | None = None
+        refused: SlotRefusal | None = None
         for row in rows:
             tenant, end = self._tenants[row.sequence.key], row.start + row.count
             held, needed = len(tenant.blocks), self.geometry.blocks_for(end)
@@ -185,7 +185,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
     def restore(self, sequence: Sequence) -> bool:
         """Bring back what lies in host memory while an iteration runs in which the sequence has no row (R12)."""
         tenant = self._tenants[sequence.key]
-        return self._grow(tenant, max(tenant.stored, sequence.target), beside=True)
+        return self._grow(tenant, max(tenant.stored, sequence.target), concurrent=True)
 
     def committed(self, sequence: Sequence) -> None:
         tenant = self._tenants.get(sequence.key)
@@ -210,7 +210,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
 
     # -- one change --------------------------------------------------------------------------------------------
 
-    def _grow(self, tenant: Tenant, positions: int, *, beside: bool = False) -> bool:
+    def _grow(self, tenant: Tenant, positions: int, *, concurrent: bool = False) -> bool:
         """Give a tenant positions [0, positions), all on the device; return False without a change if there is no
         room."""
         change = self._find(tenant, positions)
@@ -227,7 +227,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         for victim, index, kept in change.overwritten:
             self._checkpoint(victim, index, kept)
         for index in sorted(tenant.host):
-            self._bring_back(tenant, index, beside)
+            self._bring_back(tenant, index, concurrent)
         tenant.claimed = max(positions, tenant.stored)
         assert tenant.claimed <= len(tenant.blocks) * self._size, f"{tenant.name} claims {tenant.claimed} positions"
         assert not tenant.host and not tenant.away, f"{tenant.name}: {tenant.away} positions are still in host memory"
@@ -341,13 +341,13 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         tenant.away += resident - kept
         self._checkpointed_total += resident - kept
 
-    def _bring_back(self, tenant: Tenant, index: int, beside: bool) -> None:
+    def _bring_back(self, tenant: Tenant, index: int, concurrent: bool) -> None:
         """R9, R10 · Copy the slots of one block from host memory into the block that the tenant has now."""
         host, resident = tenant.host.pop(index), tenant.resident[index]
         used = self._table.within(tenant.stored, index)
         assert resident <= used, f"{tenant.name}: {resident} of {used} positions are there, and some come back"
         slots = self._table.slots(tenant, tenant.blocks[index], resident, used)
-        self._copies.add("in", slots if not tenant.reversed else slots[::-1], host, beside=beside)
+        self._copies.add("in", slots if not tenant.reversed else slots[::-1], host, concurrent=concurrent)
         self._host_returned.append(host)
         tenant.resident[index] = used
         tenant.away -= used - resident
@@ -366,8 +366,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._host_returned += tenant.host.values()
         assert self.host_free_blocks <= self._host_total, f"{self.host_free_blocks} of {self._host_total} are free"
 
-    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
-        """R11 · Drop a sequence to host memory. `beside` is for parked KV, which never comes here."""
+    def swap_out(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
+        """R11 · Drop a sequence to host memory. `concurrent` is for parked KV, which never comes here."""
         tenant = self._tenants[sequence.key]
         held = [index for index, resident in enumerate(tenant.resident) if resident]
         if sum(1 for index in held if index not in tenant.host) > len(self._host_free):
@@ -378,8 +378,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._leave(tenant)
         return True
 
-    def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
-        return self._grow(self._tenants[sequence.key], sequence.target, beside=beside)
+    def swap_in(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
+        return self._grow(self._tenants[sequence.key], sequence.target, concurrent=concurrent)
 
     def _leave(self, tenant: Tenant) -> None:
         self._preemptable = None

@@ -29,7 +29,7 @@ class Drops:
         self._rt, self._be, self._groups = real_time, best_effort, groups
         self._known_before, self._others = known_before, others
 
-    def gives_up(self, sequence: Sequence) -> bool:
+    def drops_itself(self, sequence: Sequence) -> bool:
         """Return whether a request that found no blocks loses its own and is computed again."""
         return not self._others and sequence.phase is Phase.RUNNING and not sequence.pinned
 

@@ -189,7 +189,7 @@ class RealTimeQueues(_Queues):
             del self._by_due[_place(self._by_due, due_s, key)]
 
     @property
-    def anybody_waits(self) -> bool:
+    def has_waiting(self) -> bool:
         return bool(self._waiting)
 
     def urgent_first(self, now_s: float, average_s: float, least_s: float) -> UrgentFirst:

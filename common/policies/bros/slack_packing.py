@@ -24,7 +24,7 @@ from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost,
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
-from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
+from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, can_overlap
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.policies.settings import BrosSettings
 from cohort.common.sequence import Phase, Sequence
@@ -86,14 +86,14 @@ class SlackPacking(IterationScheduler):
         for ran in news.runs:
             self._learn(ran, kv)
         if news.ran is not None and news.undecided:
-            self._went_on(news.ran, news.undecided)
+            self._note_undecided(news.ran, news.undecided)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
         self._rt.had_rows(self._had_rows)
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         self._resubmitted_first(kv, batch)
         decodes = self._rt.decodes.all_rows(self._cost, self._limits.max_rows)
-        self._keep(kv, batch)
+        self._reserve_running(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, decodes.least_s)
         self._bind_late(urgent, decodes, kv, batch)
         infeasible, cut_short = self._pack_real_time(urgent, kv, batch)
@@ -113,7 +113,7 @@ class SlackPacking(IterationScheduler):
         self._unserved.served(now_s, self._had_rows)
         return self._finished(batch)
 
-    def _went_on(self, ran: Ran, undecided: int) -> None:
+    def _note_undecided(self, ran: Ran, undecided: int) -> None:
         """Count iterations that ran without a decision as decisions would have: all rows went on (`continues`)."""
         self._unserved.repeated(undecided)
         self._unserved.served(ran.ended_s - ran.latency_s, (row.sequence for row in ran.plan.rows))
@@ -188,7 +188,7 @@ class SlackPacking(IterationScheduler):
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
         most_rows = self._limits.max_rows
         # Share of the time before the deadline; the rest is for best-effort requests that keep their share.
-        for_prompts = 1.0 - (self._best_effort_time.kept_back if batch.guaranteed else 0.0)
+        for_prompts = 1.0 - (self._best_effort_time.reserved_share if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
@@ -253,7 +253,7 @@ class SlackPacking(IterationScheduler):
         context += load.context + sequence.computed + rows
         return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + rows, context), batch, limit_s)
 
-    def _keep(self, kv: KvAllocator, batch: Batch) -> None:
+    def _reserve_running(self, kv: KvAllocator, batch: Batch) -> None:
         """Choose the best-effort requests that keep blocks in this iteration, and reserve the blocks they need."""
         share = self._options.best_effort_share
         most = math.ceil(share * self._limits.max_rows)
@@ -275,7 +275,7 @@ class SlackPacking(IterationScheduler):
         """Pack the guaranteed best-effort requests. The reserve is theirs, and the batch's size does not hold them back
         until they had their share; the oldest may also take blocks from the youngest."""
         batch.reserved, size = 0, batch.most_rows
-        if self._best_effort_time.kept_back:
+        if self._best_effort_time.reserved_share:
             batch.most_rows = self._limits.max_rows
         for sequence in batch.guaranteed:
             slots = slots_away(sequence, self._sharing)
@@ -319,7 +319,7 @@ class SlackPacking(IterationScheduler):
                 break  # the next would not find blocks either
             if not self._offer(sequence, kv, batch, None):
                 return
-        if self._rt.anybody_waits or kv.free_blocks < batch.reserved:
+        if self._rt.has_waiting or kv.free_blocks < batch.reserved:
             return
         for slots, sequence in apart:
             if sequence.phase is Phase.WAITING or sequence.key in guaranteed:
@@ -411,7 +411,7 @@ class SlackPacking(IterationScheduler):
             return self._bring_back(sequence, self._sharing.checkpointed(sequence.key), self._sharing, batch)
         while not self._take(sequence, kv, batch, count):
             victim = next(victims, None) if victims is not None else None
-            if victim is None and not self._drops.gives_up(sequence):
+            if victim is None and not self._drops.drops_itself(sequence):
                 return False
             preempt(victim or sequence, kv, batch.plan, "recompute" if victim is None else self._limits.preemption)
             self._rt.changed(victim or sequence)
@@ -461,8 +461,8 @@ class SlackPacking(IterationScheduler):
                 self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
         if len(self._be):
             self._best_effort_time.ran(ran, self._cost)
-        first = [copy for copy in plan.copies if not copy.beside]
-        if plan.drafted or (first and self._cost.knows_slots and goes_beside(first, kv.geometry)):
+        first = [copy for copy in plan.copies if not copy.concurrent]
+        if plan.drafted or (first and self._cost.knows_slots and can_overlap(first, kv.geometry)):
             return  # the engine may or may not have waited for them
         slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
@@ -506,7 +506,7 @@ class BestEffortTime:
         self._ahead_s = min(max(0.0, ahead_s), self._most_s)
 
     @property
-    def kept_back(self) -> float:
+    def reserved_share(self) -> float:
         """Share of the next iteration that real-time prompts leave to them."""
         return 0.0 if self._ahead_s > 0.0 else self._share
 

@@ -28,7 +28,7 @@ SERIAL = (1 << _SERIAL_BITS) - 1
 _LEVELS = 100
 """Greatest priority that counts: a client's number must not buy an unbounded head start."""
 
-_NOBODY: Entry = 1 << 200
+_SENTINEL: Entry = 1 << 200
 """Entry that is due after all others; recognised by identity."""
 _GROUP = 64
 """Cells counted together, so that counting a range adds up a few dozen numbers."""
@@ -118,7 +118,7 @@ class LengthIndex:
         self._counts = [0] * leaves
         self._group_counts = [0] * (leaves // _GROUP + 1)
         self._total = 0
-        self._best: list[Entry] = [_NOBODY] * (2 * leaves)
+        self._best: list[Entry] = [_SENTINEL] * (2 * leaves)
         self._waiting: dict[int, DueList] = {}
         self._covered = (0, 0)
         self._nodes: list[int] = []
@@ -159,7 +159,7 @@ class LengthIndex:
         node = cell + self._leaves
         if best[node] != entry:  # another entry was due first
             return
-        best[node] = waiting.first if remain else _NOBODY
+        best[node] = waiting.first if remain else _SENTINEL
         node >>= 1
         while node and best[node] == entry:  # where it was not the first, it is not so further up
             left, right = best[2 * node], best[2 * node + 1]
@@ -179,12 +179,12 @@ class LengthIndex:
 
     def first_due(self, low: int, high: int) -> Entry | None:
         """Return the most urgent in cells [low, high); None if they are empty."""
-        found = _NOBODY
+        found = _SENTINEL
         best = self._best
         for node in self._cover(low, high):
             if best[node] < found:
                 found = best[node]
-        return None if found is _NOBODY else found
+        return None if found is _SENTINEL else found
 
     def shortest(self, low: int, high: int) -> Entry | None:
         """Return the most urgent of the lowest occupied cell in [low, high)."""
@@ -199,9 +199,9 @@ class LengthIndex:
         right."""
         best = self._best
         for node in nodes:
-            if best[node] is not _NOBODY:
+            if best[node] is not _SENTINEL:
                 while node < self._leaves:
-                    node = 2 * node + side if best[2 * node + side] is not _NOBODY else 2 * node + 1 - side
+                    node = 2 * node + side if best[2 * node + side] is not _SENTINEL else 2 * node + 1 - side
                 return best[node]
         return None
 
@@ -229,7 +229,7 @@ class LengthIndex:
         """Raise `InvariantViolated` when a node disagrees with the entries below it."""
         for cell in range(self._leaves):
             here = list(self._waiting.get(cell, ()))
-            if self._counts[cell] != len(here) or self._best[cell + self._leaves] != min(here, default=_NOBODY):
+            if self._counts[cell] != len(here) or self._best[cell + self._leaves] != min(here, default=_SENTINEL):
                 raise InvariantViolated(f"cell {cell}: counted {self._counts[cell]}, found {len(here)}")
         for group, count in enumerate(self._group_counts):
             if count != sum(self._counts[group * _GROUP : (group + 1) * _GROUP]):

@@ -97,7 +97,7 @@ def _growth_blocks(view: InstanceView) -> int:
     size = geometry.block_size
     peak = _peak_entries([(work.prefill_left + work.context, work.decode_left) for work in stats.queue], size)
     entries = max(0, peak - sum(-(-work.context // size) for work in stats.queue))
-    if geometry.gives_back:  # rows beyond it grow no more
+    if geometry.frees_behind_window:  # rows beyond it grow no more
         grown = [geometry.growth(work.context, work.prefill_left, work.decode_left) for work in stats.queue]
         entries = min(entries, sum(-(-tokens // size) for tokens in grown))
     growth = entries * geometry.num_groups

@@ -58,7 +58,7 @@ class ArrivingPrompts:
         return Work(shorter / remembered_s, positions / remembered_s)
 
 
-def stretch(per_s: float, rate: float) -> float:
+def slowdown(per_s: float, rate: float) -> float:
     """Return the seconds that one second becomes if `per_s` of the `rate` that can be served overtakes."""
     return 1.0 / (1.0 - min(_MOST, per_s / rate)) if rate > 0.0 else 1.0
 

@@ -31,9 +31,9 @@ from cohort.common.policies.cohort.mixing import (
 )
 from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
-from cohort.common.policies.cohort.row_sharing import due_first, lasting_shape, longest_shared_s, newcomers
+from cohort.common.policies.cohort.row_sharing import admissible_rows, due_first, lasting_shape, longest_shared_s
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
+from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
@@ -167,10 +167,10 @@ class CohortBatching(IterationScheduler):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if all sequences decode, no prompt waits and the composition is in the table."""
+        """Return `UNTIL_CHANGED` if all sequences decode, no prompt waits and the composition is in the table."""
         if plan.preempted or plan.copies or self._arriving or any(row.count != 1 for row in plan.rows):
             return 0
-        return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
+        return UNTIL_CHANGED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Return whether `plan` could go on. A composition of rows that is new to the table is recorded by `decide`."""
@@ -205,9 +205,9 @@ class CohortBatching(IterationScheduler):
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
             self._late += bound_s is not None and ran.latency_s > bound_s
         if self.table.step_times is None:
-            self._grope(ran)
+            self._search_chunk(ran)
 
-    def _grope(self, ran: Ran) -> None:
+    def _search_chunk(self, ran: Ran) -> None:
         """Double the prompts' share, while there is no curve, below half the aim; halve it when an iteration exceeds
         that."""
         prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
@@ -242,7 +242,7 @@ class CohortBatching(IterationScheduler):
         """Return how many sequences can start although rows lack."""
         running, rows = self._running.values(), self._limits.max_rows
         step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
-        return newcomers(running, rows, step_s, self._headroom)
+        return admissible_rows(running, rows, step_s, self._headroom)
 
     def _may_share(self, now_s: float, prompt: Sequence) -> bool:
         """Return whether a prompt may start where that leaves fewer rows than sequences: late ones wait for a row."""
@@ -319,7 +319,7 @@ class CohortBatching(IterationScheduler):
             enough = kv.free_blocks + kv.cached_blocks >= needed and fits(kv, kept, first)
             if enough and len(self._running) - given < self._limits.max_rows:
                 break
-            builder.give_way(victim)
+            builder.displace(victim)
         return builder.preempted
 
     def _add_prompts(

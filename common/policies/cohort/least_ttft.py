@@ -18,7 +18,7 @@ from math import ceil, inf
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
 from cohort.common.policies.cohort.admission_check import AdmissionTest
-from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
+from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, slowdown
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.mixing import HEADROOM
 from cohort.common.policies.cohort.placed_work import PlacedWork
@@ -80,7 +80,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _PlacementRequest:
     """Request to be placed. `output`: tokens expected of it; `variance`: of that. `overtaking`: cache positions per
     second that later, shorter prompts need on every device."""
 
@@ -88,18 +88,18 @@ class _Wanted:
     known: Known
     output: float
     variance: float
-    stretch: Stretch
+    slowdown: Stretch
     overtaking: float
     chain: Chain
     cached: Cached
-    even: EvenLoad
+    even_share: EvenLoad
     ranks: dict[float, RankKey] = field(default_factory=dict)
     """Rank among a worker's prompts, by what a token takes there."""
 
     def growth(self, geometry: KvGeometry, cached: int) -> float:
         """Return the positions needed on a worker that has `cached` of them."""
         own = self.known.tokens - cached
-        return geometry.growth(cached, own, ceil(self.output)) if geometry.gives_back else own + self.output
+        return geometry.growth(cached, own, ceil(self.output)) if geometry.frees_behind_window else own + self.output
 
 
 class LeastTtft(Placement):
@@ -129,7 +129,7 @@ class LeastTtft(Placement):
         if not views:
             return Wait("no worker is registered")
         if self._shortlist.changed(views):
-            self._only(views)
+            self._retain(views)
         chain = Chain(waiting.request)
         cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
         looked_at = self._shortlist.of(preferred, cached, waiting.request.adapter)
@@ -144,11 +144,13 @@ class LeastTtft(Placement):
         works = [self._work[name] for name in looked_at]
         rows, context = sum([work.rows for work in works]), sum([work.context for work in works])
         all_devices = len(devices) if looked_at is views else self._shortlist.devices
-        wanted = self._wanted(now_s, waiting, (rows / len(devices), context / len(devices)), all_devices, chain, cached)
+        wanted = self._placement_request(
+            now_s, waiting, (rows / len(devices), context / len(devices)), all_devices, chain, cached
+        )
         candidates = [self.forecast(now_s, view, others, wanted) for view, others in devices]
         best = next((c for c in candidates if c.view.instance == preferred), None)
         if best is not None:
-            return self._keep(now_s, wanted, best, "as preferred")
+            return self._record_placed(now_s, wanted, best, "as preferred")
         self._rate = sum([candidate.pace.rate for candidate in candidates]) * all_devices / len(devices)
         # A worker that has said nothing of its pace may be soon enough.
         soonest_s = min(candidate.ttft_s if _is_paced(candidate.view) else 0.0 for candidate in candidates)
@@ -162,16 +164,20 @@ class LeastTtft(Placement):
         return replace(placed, best_effort=True, forecast_s=self._test.forecast_s(now_s, waiting, soonest_s))
 
     def _place(
-        self, now_s: float, wanted: _Wanted, candidates: list[Candidate], views: Mapping[InstanceId, InstanceView]
+        self,
+        now_s: float,
+        wanted: _PlacementRequest,
+        candidates: list[Candidate],
+        views: Mapping[InstanceId, InstanceView],
     ) -> Placed:
         ordered = sorted(candidates, key=_key)
         best = ordered[0]
         self._shortlist.remember(candidate.view.instance for candidate in ordered[1:])
         if not (best.closes or best.closed):
-            return self._keep(now_s, wanted, best, "its first token comes soonest here")
-        home = self._home(views, candidates, best, wanted)
+            return self._record_placed(now_s, wanted, best, "its first token comes soonest here")
+        home = self._decode_only_worker(views, candidates, best, wanted)
         if home is None:
-            return self._keep(now_s, wanted, best, "no worker for its decode alone")
+            return self._record_placed(now_s, wanted, best, "no worker for its decode alone")
         return self._share(now_s, wanted, best, home)
 
     def reported(self, now_s: float, view: InstanceView) -> None:
@@ -201,7 +207,7 @@ class LeastTtft(Placement):
             **self._error.metrics("ttft"),
         }
 
-    def _only(self, views: Mapping[InstanceId, InstanceView]) -> None:
+    def _retain(self, views: Mapping[InstanceId, InstanceView]) -> None:
         """Forget the work of workers that are not in `views`."""
         for name in [name for name in self._work if name not in views]:
             del self._work[name]
@@ -228,9 +234,9 @@ class LeastTtft(Placement):
             predicted_s, known.predicted_s = known.predicted_s, None
             self._error.add(predicted_s, real_s)
 
-    def _wanted(
+    def _placement_request(
         self, now_s: float, waiting: WaitingRequest, even: EvenLoad, devices: int, chain: Chain, cached: Cached
-    ) -> _Wanted:
+    ) -> _PlacementRequest:
         request = waiting.request
         most = float(request.sampling.max_tokens - request.output_known)
         output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
@@ -250,7 +256,9 @@ class LeastTtft(Placement):
             placed_s=now_s,
         )
         stretched, overtaking = self._overtaken(now_s, known, output)
-        return _Wanted(request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even)
+        return _PlacementRequest(
+            request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even
+        )
 
     def _overtaken(self, now_s: float, known: Known, output: float) -> tuple[Stretch, float]:
         """Return the stretch, and the positions per second that overtake. Half a prompt is left on average
@@ -259,11 +267,11 @@ class LeastTtft(Placement):
             return (1.0, 1.0), 0.0
         if known.best_effort:
             every = self._arriving.shorter_per_s(_ALL)
-            stretched = stretch(every.tokens, self._rate)
+            stretched = slowdown(every.tokens, self._rate)
             return (stretched, stretched), every.positions
         waiting, computing = (self._arriving.shorter_per_s(tokens) for tokens in (known.tokens, known.tokens // 2))
         self._arriving.arrived(now_s, known.tokens, known.tokens + output)
-        return (stretch(waiting.tokens, self._rate), stretch(computing.tokens, self._rate)), waiting.positions
+        return (slowdown(waiting.tokens, self._rate), slowdown(computing.tokens, self._rate)), waiting.positions
 
     def _devices(
         self, able: list[InstanceView], views: Iterable[InstanceView]
@@ -290,7 +298,9 @@ class LeastTtft(Placement):
     def _leads(self, view: InstanceView) -> tuple[bool, int, InstanceId]:
         return (not view.role.decodes, -self._work[view.instance].rows, view.instance)
 
-    def forecast(self, now_s: float, view: InstanceView, others: list[PlacedWork], wanted: _Wanted) -> Candidate:
+    def forecast(
+        self, now_s: float, view: InstanceView, others: list[PlacedWork], wanted: _PlacementRequest
+    ) -> Candidate:
         """Return what would become of this request on a worker. `others`: work of those that share its device."""
         options, known, work = self._options, wanted.known, self._work[view.instance]
         cached = wanted.cached.get(view.instance, 0)
@@ -310,7 +320,7 @@ class LeastTtft(Placement):
         behind = max(0, behind - int(done) - tokens)
         ttft_s = pace.seconds(tokens + own, pairs + own * (cached + 0.5 * own), behind)
         if ttft_s > pace.aim_s:  # what comes while it waits, and while it is computed
-            waiting, own_part = wanted.stretch
+            waiting, own_part = wanted.slowdown
             share = own / (tokens + own)
             ttft_s = pace.aim_s + (ttft_s - pace.aim_s) * (waiting * (1.0 - share) + own_part * share)
         load_s, again_s = self._loading(view, wanted.request.adapter)
@@ -331,7 +341,7 @@ class LeastTtft(Placement):
             delay_s += work.slowed(known.tpot_s * headroom, pace) * known.tpot_s * wanted.output
         full = closed = closes = False
         bound_s = min(strictest_s, known.tpot_s or inf) * headroom
-        even, even_context = wanted.even
+        even, even_context = wanted.even_share
         if others or work.crowded_s(_USEFUL, int(even) + 1) > bound_s:
             rows, context = work.rows, work.context
             for other in others:
@@ -353,8 +363,12 @@ class LeastTtft(Placement):
         load_s = view.stats.adapter_load_s or self._adapter_load_s
         return load_s, 0.0 if view.has_adapter_slot else load_s
 
-    def _home(
-        self, views: Mapping[InstanceId, InstanceView], candidates: list[Candidate], best: Candidate, wanted: _Wanted
+    def _decode_only_worker(
+        self,
+        views: Mapping[InstanceId, InstanceView],
+        candidates: list[Candidate],
+        best: Candidate,
+        wanted: _PlacementRequest,
     ) -> Candidate | None:
         """Return a worker for the decode alone: of those closed to prompts already, with time and memory for it, the
         one with most rows, so that the others open again; None if moving the KV over the measured link breaks the
@@ -365,7 +379,7 @@ class LeastTtft(Placement):
         # Without the one that is kept for prompts: do the others' decode rows leave the bound?
         others = len(candidates) - 1
         each = len(candidates) / max(1, others)
-        rows = BatchShape(0, 0, 0, int(wanted.even[0] * each) + 1, int(wanted.even[1] * each) + tokens)
+        rows = BatchShape(0, 0, 0, int(wanted.even_share[0] * each) + 1, int(wanted.even_share[1] * each) + tokens)
         homes: list[tuple[Candidate, float]] = []
         for candidate in candidates:
             if step_seconds(candidate.work.times, rows) > wanted.known.tpot_s:
@@ -395,13 +409,13 @@ class LeastTtft(Placement):
             return min(zip(costs, homes, strict=True), key=lambda each: (each[0], each[1][0].view.instance))[1][0]
         return None
 
-    def _keep(self, now_s: float, wanted: _Wanted, best: Candidate, why: str) -> Placed:
+    def _record_placed(self, now_s: float, wanted: _PlacementRequest, best: Candidate, why: str) -> Placed:
         self._whole += 1
         self._note(now_s, wanted, best, prompt=True, decode=True)
         wanted.known.predicted_s = best.ttft_s
         return Placed((Segment(0, None, best.view.instance),), f"whole: {why}", best.ttft_s)
 
-    def _share(self, now_s: float, wanted: _Wanted, first: Candidate, second: Candidate) -> Placed:
+    def _share(self, now_s: float, wanted: _PlacementRequest, first: Candidate, second: Candidate) -> Placed:
         self._splits += 1
         self._note(now_s, wanted, first, prompt=True, decode=False)
         self._note(now_s, wanted, second, prompt=False, decode=True)
@@ -409,7 +423,7 @@ class LeastTtft(Placement):
         segments = (Segment(0, end, first.view.instance), Segment(end, None, second.view.instance))
         return Placed(segments, "split: its decode would close a worker to prompts", first.ttft_s)
 
-    def _note(self, now_s: float, wanted: _Wanted, where: Candidate, *, prompt: bool, decode: bool) -> None:
+    def _note(self, now_s: float, wanted: _PlacementRequest, where: Candidate, *, prompt: bool, decode: bool) -> None:
         known = wanted.known
         known.sent_to += (where.view.instance,)
         if wanted.request.adapter:
@@ -421,7 +435,7 @@ class LeastTtft(Placement):
             self._known[known.attempt.request_id] = known
             if known.attempt.number:  # another worker may still list an attempt before this one
                 for work in self._work.values():
-                    work.look_again(known.attempt.request_id)
+                    work.invalidate(known.attempt.request_id)
         where.work.place(now_s, known, prompt=prompt, decode=decode, output=wanted.output)
         if self._prefixes is not None:
             positions = known.tokens - where.cached + (wanted.output if decode else 0.0)

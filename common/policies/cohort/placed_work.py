@@ -13,7 +13,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from cohort.common.policies.baselines.batch_builder import RankKey
-from cohort.common.policies.cohort.arriving_prompts import stretch
+from cohort.common.policies.cohort.arriving_prompts import slowdown
 from cohort.common.policies.cohort.block_wait import BlockWait
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.mixing import HEADROOM, LEAST_PREFILL
@@ -35,7 +35,7 @@ _UNSEEN_S = 2.0
 """Age at which a request that is in no report has ended between two of them."""
 
 
-class Coming(NamedTuple):
+class InTransit(NamedTuple):
     """Prompt or decode row that was placed and is in no report yet."""
 
     since_s: float
@@ -57,7 +57,7 @@ class PlacedWork:
         self._stats: WorkerStats | None = None
         self._view: InstanceView | None = None
         self.times = COLD
-        self._coming: dict[RequestId, Coming] = {}
+        self._in_transit: dict[RequestId, InTransit] = {}
         self.token_s = COLD.token_s
         """Seconds per prompt token, by which prompts are ranked."""
         self.reported_s = -inf
@@ -71,9 +71,9 @@ class PlacedWork:
         self._block_waits: dict[bool, BlockWait] = {}
         self._blocked_asked: set[bool] = set()
         """Keys of `_block_waits` used since the last report: these are made with the next one."""
-        self._to_come = 0, 0
-        self._coming_sums: tuple[float, float] | None = None
-        """Positions that `_coming` needs, and their variance."""
+        self._decodes_in_transit = 0, 0
+        self._in_transit_sums: tuple[float, float] | None = None
+        """Positions that `_in_transit` needs, and their variance."""
         self._strictest: float | None = None
         self._pace: Pace | None = None
         self._paced_by: tuple[StepTimes, int, int, float, WorkerCapacity] | None = None
@@ -98,11 +98,11 @@ class PlacedWork:
             self._strictest = None
             self._slowed.clear()
         self.times = times
-        if self._coming:
+        if self._in_transit:
             there = self.reported.works
-            for name, coming in list(self._coming.items()):
+            for name, coming in list(self._in_transit.items()):
                 if name in there or now_s - coming.since_s >= _UNSEEN_S:
-                    left += self._leave(name)
+                    left += self._arrived(name)
         self._replace(left, came)
         if news:
             self._block_waits = {alike: self._block_wait(alike) for alike in sorted(self._blocked_asked)}
@@ -117,49 +117,52 @@ class PlacedWork:
         assert self._stats is not None
         return self._stats
 
-    def look_again(self, request_id: RequestId) -> None:
+    def invalidate(self, request_id: RequestId) -> None:
         """Mark a request, of which more is known now, to be read anew with the next report."""
-        self.reported.look_again(request_id)
+        self.reported.invalidate(request_id)
 
     def place(self, now_s: float, request: Known, *, prompt: bool, decode: bool, output: float) -> None:
         """Record what was sent here: the request's prompt, its decode row, or both."""
         left = request.tokens - request.cached
         rank = self.rank(now_s, request) if prompt else None
         name = request.attempt.request_id
-        left_out = self._leave(name) if name in self._coming else []
+        left_out = self._arrived(name) if name in self._in_transit else []
         tokens, context = left if prompt else 0, request.tokens if decode else 0
         pairs, needed = tokens * (request.cached + 0.5 * tokens), self._growth(request, left, output if decode else 0.0)
-        coming = self._coming[name] = Coming(now_s, rank, tokens, pairs, context, needed, request)
-        self.look_again(name)
+        coming = self._in_transit[name] = InTransit(now_s, rank, tokens, pairs, context, needed, request)
+        self.invalidate(name)
         self._memory = None
         self._slowed.clear()
         if decode:
             if self._strictest is not None and request.tpot_s:
                 self._strictest = min(self._strictest, request.tpot_s)
-            self._to_come = self._to_come[0] + 1, self._to_come[1] + request.tokens
-        if self._coming_sums is not None:
-            needed, variance = self._coming_sums
-            self._coming_sums = needed + coming.needed, variance + request.variance
+            self._decodes_in_transit = self._decodes_in_transit[0] + 1, self._decodes_in_transit[1] + request.tokens
+        if self._in_transit_sums is not None:
+            needed, variance = self._in_transit_sums
+            self._in_transit_sums = needed + coming.needed, variance + request.variance
         self._replace(left_out, _prompts_of(coming))
 
     def _growth(self, request: Known, left: int, output: float) -> float:
         """Return the positions that a newcomer will need."""
-        if self._view is None or not (geometry := self._view.capacity.geometry).gives_back:
+        if self._view is None or not (geometry := self._view.capacity.geometry).frees_behind_window:
             return left + output
         return geometry.growth(request.cached, left, ceil(output))
 
     def forget(self, request_id: RequestId) -> None:
-        self.look_again(request_id)
-        if request_id in self._coming:
-            self._replace(self._leave(request_id), [])
+        self.invalidate(request_id)
+        if request_id in self._in_transit:
+            self._replace(self._arrived(request_id), [])
 
-    def _leave(self, request_id: RequestId) -> list[Prompt]:
+    def _arrived(self, request_id: RequestId) -> list[Prompt]:
         """Remove a request that is no longer on its way. Return its prompt, if that was to come here."""
-        coming = self._coming.pop(request_id)
-        self._coming_sums = self._strictest = self._memory = None
+        coming = self._in_transit.pop(request_id)
+        self._in_transit_sums = self._strictest = self._memory = None
         self._slowed.clear()
         if coming.decode_context:
-            self._to_come = self._to_come[0] - 1, self._to_come[1] - coming.decode_context
+            self._decodes_in_transit = (
+                self._decodes_in_transit[0] - 1,
+                self._decodes_in_transit[1] - coming.decode_context,
+            )
         return _prompts_of(coming)
 
     def _replace(self, left: list[Prompt], came: list[Prompt]) -> None:
@@ -216,7 +219,7 @@ class PlacedWork:
             wait = self._block_waits[best_effort] = self._block_wait(best_effort)
         assert self._stats is not None
         iterations = wait.iterations(needed + (self._needs[at - 1] if at else 0.0))
-        return iterations * self._stats.step_s * stretch(overtaking * self._stats.step_s, wait.turnover)
+        return iterations * self._stats.step_s * slowdown(overtaking * self._stats.step_s, wait.turnover)
 
     def pace(self, companions: Iterable[PlacedWork] = ()) -> Pace:
         """Return the worker's pace, counting the decode rows of the workers on the same device."""
@@ -268,7 +271,7 @@ class PlacedWork:
         if self._strictest is not None:
             return self._strictest
         strictest_s = min(self.reported.bound_s, self.reported.bound_to_come_s)
-        for coming in self._coming.values():
+        for coming in self._in_transit.values():
             if coming.decode_context and coming.known.tpot_s and coming.known.tpot_s < strictest_s:
                 strictest_s = coming.known.tpot_s
         self._strictest = strictest_s
@@ -276,17 +279,17 @@ class PlacedWork:
 
     @property
     def busy(self) -> bool:
-        return bool(self.reported.rows or self.reported.prompts or self._coming)
+        return bool(self.reported.rows or self.reported.prompts or self._in_transit)
 
     @property
     def rows(self) -> int:
         """Decode rows here, and those on their way."""
-        return self.reported.rows + self._to_come[0]
+        return self.reported.rows + self._decodes_in_transit[0]
 
     @property
     def context(self) -> int:
         """Positions that `rows` attend to together."""
-        return self.reported.context + self._to_come[1]
+        return self.reported.context + self._decodes_in_transit[1]
 
     def crowded_s(self, chunk: int, rows: int) -> float:
         """Return an upper bound on an iteration of these decodes and a prompt chunk: if short, no closer look is
@@ -305,11 +308,11 @@ class PlacedWork:
         """Positions that everything here will still need, the variance of that, and free positions."""
         if self._memory is None:
             assert self._view is not None
-            view, coming = self._view, self._coming.values()
-            if self._coming_sums is None:
-                self._coming_sums = sum([c.needed for c in coming]), sum([c.known.variance for c in coming])
-            needed = self.reported.needed + self._coming_sums[0]
-            variance = self.reported.variance + self._coming_sums[1]
+            view, coming = self._view, self._in_transit.values()
+            if self._in_transit_sums is None:
+                self._in_transit_sums = sum([c.needed for c in coming]), sum([c.known.variance for c in coming])
+            needed = self.reported.needed + self._in_transit_sums[0]
+            variance = self.reported.variance + self._in_transit_sums[1]
             blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
             self._memory = needed, variance, float(view.capacity.geometry.positions(blocks))
         return self._memory
@@ -344,7 +347,7 @@ class PlacedWork:
         return BlockWait(rows, held, self._view.capacity.positions)
 
 
-def _prompts_of(coming: Coming) -> list[Prompt]:
+def _prompts_of(coming: InTransit) -> list[Prompt]:
     return [Prompt(coming.rank, coming.tokens, coming.pairs, coming.needed)] if coming.rank is not None else []
 
 

@@ -4,7 +4,7 @@
                                     (under overload nearly all)      (of the rest nearly all)
 
 Sums are of integers, so that taking away and adding again is exact. A prompt's rank changes at a moment that is known
-when it is ranked (`PromptOrder.place`), or with what the placement knows of its request (`look_again`).
+when it is ranked (`PromptOrder.place`), or with what the placement knows of its request (`invalidate`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReportedQueue:
         """Best-effort requests."""
         self._unjudged: dict[RequestId, Known] = {}
         """Decode rows whose forecast first token was not compared yet."""
-        self._again: set[RequestId] = set()
+        self._invalidated: set[RequestId] = set()
         self._clear()
 
     def _clear(self) -> None:
@@ -70,10 +70,10 @@ class ReportedQueue:
         self.effort.clear()
         self._unjudged.clear()
 
-    def look_again(self, request_id: RequestId) -> None:
+    def invalidate(self, request_id: RequestId) -> None:
         """Mark a request to be read anew with the next report, even if unchanged."""
         if request_id in self.works:
-            self._again.add(request_id)
+            self._invalidated.add(request_id)
 
     def read(
         self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known], *, anew: bool
@@ -86,7 +86,7 @@ class ReportedQueue:
             self._clear()
         if not queue and not self.works:
             return left, came, anew
-        works, entries, again = self.works, self._entries, self._again
+        works, entries, again = self.works, self._entries, self._invalidated
         while self._moves and self._moves[0][0] <= now_s:
             _, name, rank = heapq.heappop(self._moves)
             entry = entries.get(name)
@@ -106,7 +106,7 @@ class ReportedQueue:
             name = work.request_id
             entry = entries.get(name)
             if entry is not None:
-                if entry.prompt is None and name not in again and self._goes_on(entry, work, geometry):
+                if entry.prompt is None and name not in again and self._continues(entry, work, geometry):
                     continue
                 if (prompt := self._take(name, geometry)) is not None:
                     left.append(prompt)
@@ -129,13 +129,13 @@ class ReportedQueue:
             del self._unjudged[work.request_id]
         return begun
 
-    def _goes_on(self, entry: _Entry, work: QueuedWork, geometry: KvGeometry) -> bool:
+    def _continues(self, entry: _Entry, work: QueuedWork, geometry: KvGeometry) -> bool:
         """Update a decode row that has more tokens, or fewer to come; False if it is something else now."""
         former = entry.work
         if work.prefill_left or not (work.decode_left and former.decode_left):
             return False
         self.context += work.context - former.context
-        if geometry.gives_back:
+        if geometry.frees_behind_window:
             growth = geometry.growth
             self.needed += growth(work.context, 0, work.decode_left) - growth(former.context, 0, former.decode_left)
         else:

@@ -41,7 +41,7 @@ def longest_shared_s(running: Collection[Sequence], rows: int, step_s: float, he
     return rows * (1.0 - headroom) / _tokens_per_s(running, step_s)
 
 
-def newcomers(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> int:
+def admissible_rows(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> int:
     """Return how many more sequences like these can decode in iterations of `step_s`, even without a row each."""
     free = max(0, rows - len(running))
     if not running or step_s <= 0.0:

@@ -19,7 +19,7 @@ MOST = 8
 """Devices looked at for one request."""
 _CACHED = 2
 """Max devices chosen for a cached part of the prompt."""
-_HOMES = 2
+_MAX_WITH_ADAPTER = 2
 """Max devices chosen for their adapter."""
 _REMEMBERED = 3
 """Max devices chosen because they were good for the request before."""
@@ -33,7 +33,7 @@ class Shortlist:
         self._device_of: dict[InstanceId, int] = {}
         self._next = 0
         self._remembered: list[int] = []
-        self._homes: dict[str, list[InstanceId]] = {}
+        self._with_adapter: dict[str, list[InstanceId]] = {}
         """Workers that requests of an adapter went to last."""
 
     @property
@@ -71,7 +71,7 @@ class Shortlist:
         if cached:
             most = sorted(cached, key=lambda name: (-cached[name], name))[:_CACHED]
             chosen |= dict.fromkeys(self._device_of[name] for name in most if name in self._device_of)
-        homes = self._homes.get(adapter, ()) if adapter else ()
+        homes = self._with_adapter.get(adapter, ()) if adapter else ()
         chosen |= dict.fromkeys(self._device_of[name] for name in homes if name in self._device_of)
         chosen |= dict.fromkeys(self._remembered)
         while len(chosen) < MOST:
@@ -82,8 +82,8 @@ class Shortlist:
 
     def placed(self, adapter: str, name: InstanceId) -> None:
         """Note where a request with this adapter went."""
-        homes = [name, *(each for each in self._homes.get(adapter, ()) if each != name)]
-        self._homes[adapter] = homes[:_HOMES]
+        homes = [name, *(each for each in self._with_adapter.get(adapter, ()) if each != name)]
+        self._with_adapter[adapter] = homes[:_MAX_WITH_ADAPTER]
 
     def remember(self, names: Iterable[InstanceId]) -> None:
         """Note the best workers but the chosen one, best first."""

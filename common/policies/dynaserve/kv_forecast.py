@@ -44,7 +44,7 @@ def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, 
         return not running
     geometry = kv.geometry
     holders = [holding(s) for s in (*running, newcomer)]
-    if geometry.gives_back:
+    if geometry.frees_behind_window:
         holders = [(geometry.most_held(held), geometry.growth(held, 0, coming)) for held, coming in holders]
     # In positions; the rest of every last block is included.
     begun = sum(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
+from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
@@ -90,7 +90,7 @@ class SloBatching(ArrivalQueues):
         """Return no bound if every sequence decodes, none can join, and the composition is in the table already."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows) or self._arriving:
             return 0
-        return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
+        return UNTIL_CHANGED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Return whether the same rows go on. A composition that is new to the table is recorded by `decide`."""

@@ -93,24 +93,26 @@ class SplitPlacement(Placement):
         if not unified:
             others = self._in_order(now_s, seconds, slo_s, prompt, prefills=False)
         if not others or others[0] is first:
-            return self._keep(now_s, request.request_id, first, whole, "only one instance")
+            return self._record_placed(now_s, request.request_id, first, whole, "only one instance")
         if any(view.stats.link_rates for view in views.values()):  # a slow link counts as work
             loads_s = {other.instance: other.load_s + self._transfer_s(first, other, prompt) for other in others}
             others.sort(key=lambda other: (self._full(other, slo_s, prompt), loads_s[other.instance]))
         second = others[0]
         if not unified:
             return self._share(now_s, request.request_id, self._search([(first, second)], prompt, output), whole)
-        relief = self._relief(first, others, slo_s, whole)
+        relief = self._relieving_split(first, others, slo_s, whole)
         if relief is not None:
             return self._share(now_s, request.request_id, _Choice(first, relief, Split(prompt, 0.0, 0.0, 0)), whole)
         if self._idle(first, slo_s, prompt):
-            return self._keep(now_s, request.request_id, first, whole, "an instance is idle")
+            return self._record_placed(now_s, request.request_id, first, whole, "an instance is idle")
         if self._full(second, slo_s, prompt) and not self._full(first, slo_s, prompt):
-            return self._keep(now_s, request.request_id, first, whole, "decodes fill the bound everywhere else")
+            return self._record_placed(
+                now_s, request.request_id, first, whole, "decodes fill the bound everywhere else"
+            )
         choice = self._search([(first, second), (second, first)], prompt, output)
         kept_s = max(first.until_done(whole), second.until_done())
         if self._gain_s(now_s, choice, first, kept_s) <= self._handed_s(choice) + options.search_tolerance * kept_s:
-            return self._keep(now_s, request.request_id, first, whole, "no gain from a split")
+            return self._record_placed(now_s, request.request_id, first, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
@@ -177,7 +179,7 @@ class SplitPlacement(Placement):
         requests_per_s = self._rate.per_s(now_s) if self._options.await_arrivals else 0.0
         return split_gain_s(kept_s, split.later_s, other.until_done(), after_s, requests_per_s)
 
-    def _relief(
+    def _relieving_split(
         self, first: InstanceWork, others: list[InstanceWork], slo_s: float, whole: SegmentWork
     ) -> InstanceWork | None:
         """Return the instance that should decode this request, if its prompt is computed on `first`: the split saves
@@ -229,7 +231,9 @@ class SplitPlacement(Placement):
 
         return min([choice(*pair) for pair in pairs], key=lambda each: each.split.later_s)
 
-    def _keep(self, now_s: float, request_id: RequestId, work: InstanceWork, whole: SegmentWork, reason: str) -> Placed:
+    def _record_placed(
+        self, now_s: float, request_id: RequestId, work: InstanceWork, whole: SegmentWork, reason: str
+    ) -> Placed:
         predicted_s = work.timeline.finish_of(whole)
         self._rate.placed(now_s)
         work.assign(now_s, request_id, whole)
@@ -242,7 +246,7 @@ class SplitPlacement(Placement):
         if min(position, total - position) < self._options.least_segment:
             larger = choice.first if 2 * position > total else choice.second
             if larger.unified:
-                return self._keep(now_s, request_id, larger, whole, "a segment would be too short")
+                return self._record_placed(now_s, request_id, larger, whole, "a segment would be too short")
         first, second = _parts(whole.prefill, whole.decode, position)
         handed_s = choice.first.timeline.finish_of(first) + self._handed_s(choice)
         predicted_s = choice.second.timeline.finish_of(second, handed_s)

@@ -57,7 +57,7 @@ class SyncedBatch:
         """Add a sequence, which runs in each of the next `length` iterations."""
         self._end_at(sequence, self.clock + length)
 
-    def hurry(self, sequence: Sequence, tokens: int) -> None:
+    def advance(self, sequence: Sequence, tokens: int) -> None:
         """Move a sequence to an earlier group: `tokens` of its drafts were right, so it is ahead of the clock."""
         end = self._members[sequence]
         self._groups[end].remove(sequence)

@@ -46,7 +46,7 @@ class Place(NamedTuple):
     def blocks(self) -> int:
         return self.end_block - self.first_block
 
-    def behind(self, blocks: int, block_size: int) -> Place:
+    def rest_after(self, blocks: int, block_size: int) -> Place:
         """Return the rest of the place behind its first `blocks`, which the lender reaches later."""
         return Place(self.first_block + blocks, self.end_block, self.iterations + blocks * block_size)
 
@@ -83,7 +83,7 @@ def closest(candidates: Seq[Candidate], place: Place, buffer: float) -> int | No
     return next(fitting, None)
 
 
-class Loans:
+class LendingRule:
     def __init__(self, batch: SyncedBatch, buffer: float) -> None:
         """`buffer`: E7's b as a share of the borrower's length."""
         self._batch, self._buffer = batch, buffer
@@ -131,7 +131,7 @@ class Loans:
             if not sharing.lend(lender, chosen.sequence, place.first_block, positions):
                 break
             found.append(candidates.pop(index))
-            place = place.behind(chosen.blocks, size)
+            place = place.rest_after(chosen.blocks, size)
         return found
 
     def resume(self, lender: Sequence, kv: KvAllocator, sharing: BlockSharing) -> None:

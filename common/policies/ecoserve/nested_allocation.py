@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator, Table
-from cohort.common.policies.kv_interface import BlockSharing, NoSlotAhead
+from cohort.common.policies.kv_interface import BlockSharing, SlotRefusal
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
@@ -55,7 +55,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         extended = super().extend(sequence, positions)
         return extended and (not self._claims or self._own(sequence, sequence.computed, positions))
 
-    def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
+    def extend_ahead(self, rows: Seq[Row]) -> SlotRefusal | None:
         """Refuse a lender whose block is still with a borrower (E7), which may have rows in the step in flight and in
         the next: the lender waits for a decision (E8)."""
         if self._claims and not all(self._own(row.sequence, row.start, row.start + row.count) for row in rows):
@@ -117,19 +117,19 @@ class NestedAllocator(PagedAllocator, BlockSharing):
     def lent_blocks(self) -> Iterable[int]:
         return self._claims.keys()
 
-    def keepable(self, sequence: Sequence, full: int) -> int:
+    def cacheable_blocks(self, sequence: Sequence, full: int) -> int:
         """Return how many blocks may enter the prefix cache: none from the first borrowed one, which its lender will
         overwrite."""
         if not self._claims:
             return full
         holding = self._held[sequence.key]
         for index in range(len(holding.hashes), full):
-            if index >= holding.behind and holding.blocks[index] in self._claims:
+            if index >= holding.freed and holding.blocks[index] in self._claims:
                 return index
         return full
 
     def _give_back(self, sequence: Sequence, table: Table, behind: int) -> None:
-        self._remove_claims(sequence.key, table.blocks[table.behind : behind])
+        self._remove_claims(sequence.key, table.blocks[table.freed : behind])
         super()._give_back(sequence, table, behind)
 
     def release(self, key: Attempt) -> None:
@@ -138,9 +138,9 @@ class NestedAllocator(PagedAllocator, BlockSharing):
             self._remove_claims(key, holding.device_blocks)
         super().release(key)
 
-    def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
+    def swap_out(self, sequence: Sequence, *, concurrent: bool = False) -> bool:
         blocks = list(self._held[sequence.key].device_blocks)
-        swapped = super().swap_out(sequence, beside=beside)
+        swapped = super().swap_out(sequence, concurrent=concurrent)
         if swapped:
             self._remove_claims(sequence.key, blocks)
         return swapped
@@ -174,7 +174,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
                     )
         owners: dict[int, int] = {}
         for holding in self._held.values():
-            hashed = max(len(holding.hashes), holding.behind)
+            hashed = max(len(holding.hashes), holding.freed)
             for block in holding.blocks[hashed:]:
                 owners[block] = owners.get(block, 0) + 1
         for block, count in owners.items():

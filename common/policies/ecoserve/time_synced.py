@@ -20,7 +20,7 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.deadlines import Deadlines
 from cohort.common.policies.ecoserve.forward_size import LearnedForwardSize
-from cohort.common.policies.ecoserve.loans import Candidate, Loans
+from cohort.common.policies.ecoserve.loans import Candidate, LendingRule
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank, rank
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
@@ -61,7 +61,7 @@ class TimeSynced(IterationScheduler):
         self._stopped: set[Attempt] = set()
         """Decodes that had to wait because they outlived their predictions."""
         self._batch = SyncedBatch()
-        self._loans = Loans(self._batch, options.buffer)
+        self._loans = LendingRule(self._batch, options.buffer)
         self._drained = True
         self._group_over = False
         self._freed = self._available = 0
@@ -150,15 +150,15 @@ class TimeSynced(IterationScheduler):
         self._prompts.refresh(now_s)
         self._sharing = kv.sharing
         if news.ran is not None and news.ran.plan.drafted:
-            self._hurry(news.ran.plan, kv)
+            self._advance_drafted(news.ran.plan, kv)
 
-    def _hurry(self, plan: IterationPlan, kv: KvAllocator) -> None:
+    def _advance_drafted(self, plan: IterationPlan, kv: KvAllocator) -> None:
         """E2, E8 · Bring forward the ends of members whose drafts were right: they reach the end of their blocks, and
         the blocks that they lent, earlier. The paper's rows yield one token an iteration."""
         for row in plan.rows:
             sequence, ahead = row.sequence, row.sequence.computed - row.start - row.count
             if ahead > 0 and sequence in self._batch:
-                self._batch.hurry(sequence, ahead)
+                self._batch.advance(sequence, ahead)
                 if self._sharing is not None:
                     self._loans.resume(sequence, kv, self._sharing)
 

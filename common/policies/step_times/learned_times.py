@@ -44,7 +44,7 @@ class LearnedTimes(Learned):
             return None
         copies, rows = plan.copies, frozenset[Attempt]()
         if copies:
-            if any(copy.beside for copy in copies):
+            if any(copy.concurrent for copy in copies):
                 return None
             shape = plan_shape(plan, geometry)
             self.table.record(shape, latency_s)

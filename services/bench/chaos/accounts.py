@@ -22,8 +22,8 @@ from typing import assert_never
 
 import msgspec
 
-from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
-from cohort.services.bench.chaos.said import Said
+from cohort.services.bench.chaos.answer_content import AnswerContent
+from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Replied, Silent
 
 GATEWAY = "gateway"
 ALL = "all"
@@ -96,7 +96,9 @@ class Accounts:
     def requests(self) -> int:
         return sum(each.total() for each in self.by_kind.values())
 
-    def book(self, kind: str, from_s: float, to_s: float, ending: Ending, expected: Said | int | None) -> Verdict:
+    def book(
+        self, kind: str, from_s: float, to_s: float, ending: Ending, expected: AnswerContent | int | None
+    ) -> Verdict:
         """Record one request's end. `expected`: the answer, a status, or None where any answer is right."""
         under = [fault for fault in self.faults if fault.during(from_s, to_s)]
         verdict, detail = judge(ending, expected, under)
@@ -129,17 +131,17 @@ def is_of(name: str, kind: str) -> bool:
     return name == kind or name.startswith(f"{kind}-")
 
 
-def judge(ending: Ending, expected: Said | int | None, under: Sequence[Fault]) -> tuple[Verdict, str]:
+def judge(ending: Ending, expected: AnswerContent | int | None, under: Sequence[Fault]) -> tuple[Verdict, str]:
     """Return the verdict, and for a bad one what came instead."""
     gateway_down = any(fault.hits(GATEWAY) and fault.action != "stop" for fault in under)
     match ending:
         case Left():
             return Verdict.LEFT, ""
-        case Answered(found) | Told(found) if expected is None or found == expected:
+        case Answered(found) | Replied(found) if expected is None or found == expected:
             return Verdict.RIGHT, ""
         case Answered(said):
             return Verdict.WRONG, f"{said} instead of {expected}"[:4000]
-        case Told(status):
+        case Replied(status):
             return Verdict.WRONG, f"status {status} instead of {expected}"
         case Refused(status, message) if status == expected and message:
             return Verdict.RIGHT, ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from cohort.services.bench.chaos.said import Api
+from cohort.services.bench.chaos.answer_content import Api
 
 _WORDS = (
     *("harbour", "ship", "night", "clock", "river", "stone", "bread", "seven", "letter", "window", "garden", "winter"),

@@ -134,7 +134,7 @@ def _print(document: report.Document, *, tables: bool = True) -> int:
     if tables:
         sys.stdout.write(report.table(document))
     for finding in document.findings or ["nothing was found"]:
-        _say(finding)
+        _log(finding)
     return 1 if document.findings else 0
 
 
@@ -145,7 +145,7 @@ def _table(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]
         overlay = _own_state(args.model, Path(folder), [], _TABLE_RESUME_S, _TABLE_DRAIN_S)
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, [""], time.monotonic())
-            table = KillTable(preset, place, Census(run_dir(args.port)), len(_workers(args.port)), load, _say)
+            table = KillTable(preset, place, Census(run_dir(args.port)), len(_workers(args.port)), load, _log)
             kinds = [kind for kind in (KINDS if args.kill is None else args.kill) if table.has(kind)]
             for broken in [UNDISTURBED, *kinds, *([RESTARTED] if args.rolling_restart else [])]:
                 runs.append(asyncio.run(table.run(broken, args.kills if broken in kinds else 0)))
@@ -164,7 +164,7 @@ def _soak(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
         overlay = _own_state(args.model, Path(folder), keys, resume_s, _SOAK_DRAIN_S)
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, keys, time.monotonic())
-            soak = Soak(place, census, terms, _workers(args.port), say=_say)
+            soak = Soak(place, census, terms, _workers(args.port), say=_log)
             asyncio.run(soak.run(lambda: publish([_run_of(args, preset, soak, [])])))
         left = [*census.left(), *unknown_files(run_dir(args.port), Path(folder) / "state", temporary)]
     return [_run_of(args, preset, soak, left)]
@@ -231,6 +231,6 @@ def _temporary(folder: Path) -> Iterator[Path]:
             os.environ["TMPDIR"] = before
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec
 
 import aiohttp
 
-from cohort.services.bench.chaos.said import Api, Reader, Said, StreamFailed, whole
+from cohort.services.bench.chaos.answer_content import AnswerContent, Api, Reader, StreamFailed, whole
 
 P = ParamSpec("P")
 ANSWER_TIMEOUT_S = 180.0
@@ -27,12 +27,12 @@ ANSWER_TIMEOUT_S = 180.0
 class Answered:
     """`events_s`: when each event of a stream came, of the monotonic clock."""
 
-    said: Said
+    answer_content: AnswerContent
     events_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Replied:
     """An answer that is no generation: a status below 400, and its JSON if it was any."""
 
     status: int
@@ -71,7 +71,7 @@ class Silent:
     """End without a byte for `ANSWER_TIMEOUT_S`."""
 
 
-Ending = Answered | Told | Refused | Failed | Broken | Left | Silent
+Ending = Answered | Replied | Refused | Failed | Broken | Left | Silent
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def _ended(call: Callable[P, Awaitable[Ending]]) -> Callable[P, Coroutine[Any, A
     return ended
 
 
-async def ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
+async def generate(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
     asking = asyncio.create_task(_ask(http, url, api, body, manner))
     if manner.leave_after_events == 0:
         done, _ = await asyncio.wait([asking], timeout=manner.leave_s)
@@ -177,9 +177,9 @@ async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -
             return await _refused(response)
         data = await response.read()
         try:
-            return Told(response.status, json.loads(data))
+            return Replied(response.status, json.loads(data))
         except ValueError:  # a page, metrics
-            return Told(response.status, None)
+            return Replied(response.status, None)
 
 
 async def half_a_body(host: str, port: int, key: str, wait_s: float) -> Ending:

@@ -40,8 +40,8 @@ class Faults:
         self._accounts = accounts
         self._workers = workers
         self._random = random
-        self._say = say
-        self._deck: list[tuple[str, str]] = []
+        self._log = say
+        self._remaining: list[tuple[str, str]] = []
         self.victims: Sequence[str] | None = None
         """Names or kinds; None for every process."""
         self.restarts = False
@@ -71,7 +71,7 @@ class Faults:
             return
         fault = Fault(name, action, self._place.now_s())
         self._accounts.faults.append(fault)
-        self._say(f"{action} {name}" + (f" ({life.pid})" if life else ""))
+        self._log(f"{action} {name}" + (f" ({life.pid})" if life else ""))
         if life is None:
             await self._restart()
         else:
@@ -127,17 +127,17 @@ class Faults:
 
     def _deal(self) -> tuple[str, str] | None:
         """Return the next fault; None where no victim lives."""
-        if not self._deck:
+        if not self._remaining:
             living = [name for name in self._census.living() if name != LAUNCHER]
             victims = living if self.victims is None else self.victims
             instances = set(self._census.run_file().processes)
             for name in sorted(name for name in living if any(is_of(name, victim) for victim in victims)):
-                self._deck += [
+                self._remaining += [
                     (name, action) for action in ((KILL, KILL, STOP, TERM) if name in instances else (KILL,))
                 ]
-            self._deck += [(ALL, RESTART)] if self.restarts else []
-            self._random.shuffle(self._deck)
-        return self._deck.pop() if self._deck else None
+            self._remaining += [(ALL, RESTART)] if self.restarts else []
+            self._random.shuffle(self._remaining)
+        return self._remaining.pop() if self._remaining else None
 
 
 def _signal(life: Life, number: signal.Signals) -> None:

@@ -16,12 +16,12 @@ from random import Random
 
 from cohort.services.bench.chaos import exchange
 from cohort.services.bench.chaos.accounts import ALL, Accounts, Verdict, is_of
+from cohort.services.bench.chaos.answer_content import AnswerContent, Api
 from cohort.services.bench.chaos.catalogue import Case, words
 from cohort.services.bench.chaos.census import Census
 from cohort.services.bench.chaos.exchange import Broken, Manner
 from cohort.services.bench.chaos.faults import KILL, RESTART, Faults
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
-from cohort.services.bench.chaos.said import Api, Said
 from cohort.services.bench.chaos.users import NotDeterministic, Place, User
 
 EARLIEST, LATEST = 0.1, 0.6
@@ -53,7 +53,7 @@ class Load:
         return Case(f"client {client}, request {index}", Api.COMPLETIONS, body)
 
 
-class Asker(User):
+class AnswerCollector(User):
     """Streams the answers to all its cases, and from the first on again until it is told to stop."""
 
     away_s = 0.1
@@ -82,9 +82,9 @@ class KillTable:
         self._census = census
         self._workers = workers
         self._load = load
-        self._say = say
+        self._log = say
         self._random = Random(f"{load.seed}/{preset}")
-        self._known: dict[str, Said] = {}
+        self._known: dict[str, AnswerContent] = {}
 
     def has(self, kind: str) -> bool:
         return any(is_of(name, kind) for name in self._census.run_file().processes)
@@ -92,12 +92,12 @@ class KillTable:
     async def run(self, broken: str, kills: int = 0) -> Run:
         """Return one row: `broken` is a kind that is killed so many times, `UNDISTURBED` or `RESTARTED`. Raises
         `NotDeterministic` when the undisturbed run gives no references."""
-        self._say(f"{self._preset}: {broken}")
+        self._log(f"{self._preset}: {broken}")
         load, accounts, over = self._load, Accounts(), asyncio.Event()
         faults, begun_s = self._faults(accounts), self._place.now_s()
         async with asyncio.TaskGroup() as tasks:
             for number in range(load.clients):
-                user = Asker(self._place, accounts, load.cases(number), self._known, Random(number))
+                user = AnswerCollector(self._place, accounts, load.cases(number), self._known, Random(number))
                 user.resumes = number % 2 == 1
                 tasks.create_task(user.run(over))
             await self._strike(faults, accounts, broken, kills)
@@ -119,7 +119,7 @@ class KillTable:
                 await faults.strike(name, KILL)
 
     def _faults(self, accounts: Accounts) -> Faults:
-        return Faults(self._place, self._census, accounts, self._workers, self._random, self._say)
+        return Faults(self._place, self._census, accounts, self._workers, self._random, self._log)
 
 
 def lost(accounts: Accounts, clients: int, kills: int) -> Iterator[str]:

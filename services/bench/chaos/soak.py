@@ -112,7 +112,7 @@ def stats_of(state: Any) -> dict[str, dict[str, float]]:
     return {each["instance"]: each["stats"] for each in state["processes"] if each["status"] == "up"}
 
 
-_SAY_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 _MAPS_EVERY = 6  # samples
 _PUBLISH_EVERY_S = 60.0
 _WARM_S = 10.0
@@ -162,14 +162,14 @@ class Soak:
         self.counters: dict[str, float] = {}
         self._terms = terms
         self._workers = workers
-        self._say = say
+        self._print = say
 
     async def run(self, publish: Callable[[], None]) -> None:
         """Run the soak; `publish` is called now and then. Raises `NotDeterministic` when the quiet run fails."""
         terms = self._terms
         cases = catalogue(terms.seed)
         known = await references(self.place, cases)
-        self._tell(f"{len(cases)} requests have known answers")
+        self._log(f"{len(cases)} requests have known answers")
         looking = asyncio.create_task(self._look(publish))
         try:
             users = [
@@ -178,11 +178,11 @@ class Soak:
             ]
             await self._traffic(users, _WARM_S)
             start = await self._moment(_SETTLE_S)
-            self._tell(
+            self._log(
                 "start " + ", ".join(f"{name} {sum(it.descriptors.values())}" for name, it in start.samples.items())
             )
             await self._soak(users)
-            self._tell("all clients are gone")
+            self._log("all clients are gone")
             end = await self._moment(terms.quiet_s)
         finally:
             looking.cancel()
@@ -197,7 +197,7 @@ class Soak:
 
     async def _soak(self, users: list[User]) -> None:
         terms, over = self._terms, asyncio.Event()
-        faults = Faults(self.place, self.census, self.accounts, len(self._workers), self._random("faults"), self._tell)
+        faults = Faults(self.place, self.census, self.accounts, len(self._workers), self._random("faults"), self._log)
         faults.victims, faults.restarts = terms.kill, terms.rolling_restart
         breaking = asyncio.create_task(faults.run(over, terms.kill_every_s)) if terms.kill_every_s else None
         ending = asyncio.get_running_loop().call_later(terms.kills_for_s, over.set)
@@ -246,7 +246,7 @@ class Soak:
             number += 1
             with contextlib.suppress(OSError, msgspec.MsgspecError):  # the launcher writes its file
                 self.census.sample(place.now_s(), maps=number % _MAPS_EVERY == 0)
-            if place.now_s() - said_s >= _SAY_EVERY_S:
+            if place.now_s() - said_s >= _LOG_EVERY_S:
                 said_s = place.now_s()
                 self._progress()
             if place.now_s() - published_s >= _PUBLISH_EVERY_S:
@@ -260,11 +260,11 @@ class Soak:
             latest[life.name] = samples[-1].rss_bytes
         verdicts = ", ".join(f"{verdict} {accounts.total(verdict)}" for verdict in Verdict)
         memory = ", ".join(f"{name} {size / MEGABYTE:.0f}" for name, size in latest.items())
-        self._tell(f"{accounts.requests} requests ({verdicts}), {len(accounts.faults)} faults; MB: {memory}")
+        self._log(f"{accounts.requests} requests ({verdicts}), {len(accounts.faults)} faults; MB: {memory}")
         for bad in accounts.unaccounted[-1:]:
-            if bad.to_s > self.place.now_s() - _SAY_EVERY_S:
-                self._tell(f"unaccounted: {bad.kind} at {bad.from_s:.1f} s: {bad.detail[:300]}; under {bad.under}")
+            if bad.to_s > self.place.now_s() - _LOG_EVERY_S:
+                self._log(f"unaccounted: {bad.kind} at {bad.from_s:.1f} s: {bad.detail[:300]}; under {bad.under}")
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         minutes, seconds = divmod(int(self.place.now_s()), 60)
-        self._say(f"{minutes:3d}:{seconds:02d} {text}")
+        self._print(f"{minutes:3d}:{seconds:02d} {text}")

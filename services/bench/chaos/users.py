@@ -20,6 +20,7 @@ import aiohttp
 from cohort.common.errors import CohortError
 from cohort.services.bench.chaos import exchange
 from cohort.services.bench.chaos.accounts import Accounts
+from cohort.services.bench.chaos.answer_content import AnswerContent, Api, Reader
 from cohort.services.bench.chaos.catalogue import Case, fresh, refusal
 from cohort.services.bench.chaos.exchange import (
     Answered,
@@ -29,11 +30,10 @@ from cohort.services.bench.chaos.exchange import (
     Left,
     Manner,
     Refused,
+    Replied,
     Silent,
     Stream,
-    Told,
 )
-from cohort.services.bench.chaos.said import Api, Reader, Said
 
 AWAY_S = 0.3
 """Pause between two tries of a client whose gateway is away."""
@@ -73,15 +73,15 @@ class Place:
         return time.monotonic() - self.begun_s
 
 
-async def references(place: Place, cases: Sequence[Case]) -> dict[str, Said]:
+async def references(place: Place, cases: Sequence[Case]) -> dict[str, AnswerContent]:
     """Return every case's answer, sent whole and as a stream while nothing is broken. Raises `NotDeterministic`."""
-    known: dict[str, Said] = {}
+    known: dict[str, AnswerContent] = {}
     async with exchange.session(place.keys[0], keep_alive=True) as http:
         for case in cases:
             for stream in (False, True):
                 if stream and "prompt_logprobs" in case.body:
                     continue
-                ending = await exchange.ask(http, place.url, case.api, case.body, Manner(stream=stream))
+                ending = await exchange.generate(http, place.url, case.api, case.body, Manner(stream=stream))
                 match ending:
                     case Answered(said) if known.setdefault(case.name, said) == said:
                         pass
@@ -97,7 +97,7 @@ class User:
     """Flag: repeat a stream of which nothing came, not even its resume token."""
 
     def __init__(
-        self, place: Place, accounts: Accounts, cases: Sequence[Case], known: dict[str, Said], random: Random
+        self, place: Place, accounts: Accounts, cases: Sequence[Case], known: dict[str, AnswerContent], random: Random
     ) -> None:
         self._place = place
         self._accounts = accounts
@@ -159,20 +159,20 @@ class User:
                 ending = await exchange.half_a_body(str(at.hostname), at.port or 80, self._key, wait_s)
                 self._book(what, begun_s, ending, None)
 
-    def _book(self, what: str, begun_s: float, ending: Ending, expected: Said | int | None) -> None:
+    def _book(self, what: str, begun_s: float, ending: Ending, expected: AnswerContent | int | None) -> None:
         self._accounts.book(what, begun_s, self._place.now_s(), ending, expected)
 
     def _book_case(self, what: str, begun_s: float, ending: Ending, case: Case, *, timed: bool) -> None:
         """Record an answer, as the reference of a case that has none. `timed`: it was read as it came."""
         self._book(f"{what}: {case.name}", begun_s, ending, self._known.get(case.name))
         if isinstance(ending, Answered):
-            self._known.setdefault(case.name, ending.said)
+            self._known.setdefault(case.name, ending.answer_content)
             if timed and ending.events_s:
                 self._accounts.time(begun_s, [at_s - self._place.begun_s for at_s in ending.events_s])
 
     async def _ask(self, what: str, http: aiohttp.ClientSession, case: Case, manner: Manner) -> Ending:
         begun_s = self._place.now_s()
-        ending = await exchange.ask(http, self._place.url, case.api, case.body, manner)
+        ending = await exchange.generate(http, self._place.url, case.api, case.body, manner)
         self._book_case(what, begun_s, ending, case, timed=not manner.pause_s)
         return ending
 
@@ -181,11 +181,11 @@ class User:
         case, first = fresh(self._random), None
         for stream in (True, False):
             begun_s = self._place.now_s()
-            ending = await exchange.ask(http, self._place.url, case.api, case.body, Manner(stream=stream))
+            ending = await exchange.generate(http, self._place.url, case.api, case.body, Manner(stream=stream))
             self._book(case.name, begun_s, ending, first)
             if not isinstance(ending, Answered):
                 return
-            first = ending.said
+            first = ending.answer_content
 
     async def _refusal(self, http: aiohttp.ClientSession) -> None:
         wrong, begun_s = refusal(self._random, self._key), self._place.now_s()
@@ -231,7 +231,7 @@ class User:
             begun_s = self._place.now_s()
             ending = await exchange.tell(http, "POST", url, json=body)
             self._book(f"chain: {part}", begun_s, ending, 200)
-            if not isinstance(ending, Told) or ending.status != 200:
+            if not isinstance(ending, Replied) or ending.status != 200:
                 break
             ids.append(ending.body["id"])
             if not ending.body["store"]:

@@ -106,7 +106,7 @@ class _Cluster:
         named = {f"{role}-{index}": role for index, role in zip(range(workers), cycle(roles), strict=False)}
         self.held = {name: {} for name in named}
         self._reports = dict.fromkeys(named, 0)
-        self._told: dict[InstanceId, dict[Attempt, None]] = {}
+        self._reported: dict[InstanceId, dict[Attempt, None]] = {}
         decoding = cycle([name for name, role in named.items() if role.decodes] or list(named))
         for number, name in zip(range(held), decoding, strict=False):
             attempt = Attempt(f"h{number}", 0)
@@ -122,7 +122,7 @@ class _Cluster:
         self.machine.handle(0.0, Received(name, RegisterWorker(name, 1, f"at-{name}", capacity, list(self.held[name]))))
         self.machine.handle(0.0, Received(name, self._report(name)))
 
-    def told(self, now_s: float, event: ManagerEvent) -> float:
+    def handle_event(self, now_s: float, event: ManagerEvent) -> float:
         """Return the seconds that handling the event took."""
         began_s = time.thread_time()
         effects = self.machine.handle(now_s, event)
@@ -163,7 +163,7 @@ class _Cluster:
 
     def all_report(self, now_s: float) -> None:
         for name in self.held:
-            self.told(now_s, self.report(name))
+            self.handle_event(now_s, self.report(name))
 
     def report(self, name: InstanceId) -> Received:
         return Received(name, self._report(name))
@@ -186,8 +186,8 @@ class _Cluster:
             step_s=0.03,
             queued_prefill_tokens=sum([work.prefill_left for work in queue]),
         )
-        told = self._told.get(name)
-        self._told[name] = dict.fromkeys(held)
+        told = self._reported.get(name)
+        self._reported[name] = dict.fromkeys(held)
         if told is None or number % _WHOLE_EVERY == 0:
             return WorkerReport(name, 1, number, stats, list(held))
         came, gone = [each for each in held if each not in told], [each for each in told if each not in held]
@@ -200,7 +200,7 @@ def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: fl
     names = list(cluster.held)
     now_s = 1.0
     for number in range(first):
-        cluster.told(now_s, cluster.submission(now_s))
+        cluster.handle_event(now_s, cluster.submission(now_s))
         now_s += 1.0 / rate
         if number % (first // _ROUNDS + 1) == 0:
             cluster.all_report(now_s)
@@ -211,16 +211,16 @@ def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: fl
     with no_collection():
         while now_s - began_s < seconds:
             now_s += 1.0 / rate
-            spent.decisions.append(cluster.told(now_s, cluster.submission(now_s)))
+            spent.decisions.append(cluster.handle_event(now_s, cluster.submission(now_s)))
             for event in cluster.ends():
-                spent.ends.append(cluster.told(now_s, event))
+                spent.ends.append(cluster.handle_event(now_s, event))
             due += len(names) / REPORT_INTERVAL_S / rate
             while due >= 1.0:
                 due -= 1.0
-                spent.reports.append(cluster.told(now_s, cluster.report(next(reporting))))
+                spent.reports.append(cluster.handle_event(now_s, cluster.report(next(reporting))))
             if now_s - last_tick_s >= 0.05:
                 last_tick_s = now_s
-                spent.ticks.append(cluster.told(now_s, Tick()))
+                spent.ticks.append(cluster.handle_event(now_s, Tick()))
     decisions = sorted(spent.decisions)
     return Cost(
         preset,

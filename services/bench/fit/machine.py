@@ -335,7 +335,7 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, flo
     """Return what `StepScatter` takes: standard deviation over mean of decode cycles, about the usual of their number
     of rows; the share of that variance which lasts: by what cycles `_APART` from each other have in common; and the
     same coefficient of cycles with prompts, times the root of the seconds that the model says of each."""
-    told = [[_told(cycle, cost) for cycle in phase.cycles] for phase in phases]
+    told = [[_timed(cycle, cost) for cycle in phase.cycles] for phase in phases]
     usual = _usual(chain.from_iterable(told))
     runs = [[(each, min(each.ratio / usual[each.group], _WILD)) for each in run if each.group in usual] for run in told]
     of_decodes = [[ratio for each, ratio in run if not each.prompts] for run in runs]
@@ -350,7 +350,7 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, flo
     return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / SCATTER_LASTS_STEPS))), prompts
 
 
-def _usual(told: Iterable[_Told]) -> dict[tuple[bool, int], float]:
+def _usual(told: Iterable[_TimedCycle]) -> dict[tuple[bool, int], float]:
     """Return the usual multiple of the model's time for each kind with enough cycles."""
     groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for each in told:
@@ -359,7 +359,7 @@ def _usual(told: Iterable[_Told]) -> dict[tuple[bool, int], float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _TimedCycle:
     """A cycle: `seconds` by the model, and how many times that it took."""
 
     prompts: bool
@@ -372,10 +372,10 @@ class _Told:
         return self.prompts, self.rows
 
 
-def _told(cycle: Cycle, cost: CostModel) -> _Told:
+def _timed(cycle: Cycle, cost: CostModel) -> _TimedCycle:
     work = cycle.iteration.work()
     seconds = cost.step_s(work)
-    return _Told(work.pairs > 0, work.rows, seconds, cycle.seconds / seconds)
+    return _TimedCycle(work.pairs > 0, work.rows, seconds, cycle.seconds / seconds)
 
 
 def _point(cycle: Cycle) -> Point:

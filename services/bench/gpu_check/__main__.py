@@ -29,7 +29,7 @@ def tests_of(*chosen: str) -> Callable[[Check], None]:
         try:
             from cohort.services.bench.gpu_check.frame import tests
         except ImportError as error:
-            check.found.said("tests", str(error), "not run")
+            check.found.add_note("tests", str(error), "not run")
             return
         tests.run(check, *chosen)
 

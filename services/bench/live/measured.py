@@ -64,7 +64,7 @@ def measure(cell: Cell, port: int) -> CellResult:
         ]
         with pipeline(cell.compared.preset, options, port) as served:
             reports = served.load(clients)
-            numbers = {**_told(reports), **columns_of_processes(served.stats(), served.metrics())}
+            numbers = {**_columns_of_reports(reports), **columns_of_processes(served.stats(), served.metrics())}
     judged = [
         reports[name]
         for name, part in zip(names, cell.traffic.parts, strict=True)
@@ -120,7 +120,7 @@ def _client(name: str, part: Part, workload: Workload, trace: Path, seed: int) -
     return ClientCommand(name, tuple(words), begin_s)
 
 
-def _told(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _columns_of_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the columns of all clients; of several each begins with the client's name."""
     found: dict[str, float] = {}
     for name, report in reports.items():

@@ -114,7 +114,7 @@ async def serve(context: ServiceContext) -> None:
     learned: LearnedState | None = None  # what such an engine teaches is of use to no other
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine:
         loop = WorkerLoop(context, host_of(runner), {}, machine, machine, learned, engine)
-        garbage.settle()
+        garbage.freeze_heap()
         await loop.run()
 
 

@@ -172,7 +172,7 @@ def gpu(
     return fine(name, f"usable by torch {facts.version}")
 
 
-def ask_torch(python: str = sys.executable) -> TorchFacts | None:
+def probe_torch(python: str = sys.executable) -> TorchFacts | None:
     """Ask torch in a process of its own: it takes seconds and memory. None if it cannot be imported."""
     try:
         done = subprocess.run(

@@ -31,7 +31,7 @@ def answering(reading: Reading) -> Finding:
             says,
             "its log says why: cohort serve --status names the files; on a host that is gone, start it elsewhere",
         )
-    silent = {instance: word.error for instance, word in reading.words.items() if word.error}
+    silent = {instance: word.error for instance, word in reading.replies.items() if word.error}
     if silent:
         says = "; ".join(f"{instance} does not answer: {why}" for instance, why in silent.items())
         return problem(name, says, "it hangs, or a network lies between: its log, and cohort log-level debug")
@@ -56,7 +56,7 @@ def versions(reading: Reading, own: str = __version__) -> Finding:
     """Check that all processes have one version, as their messages do."""
     name = "versions"
     found: dict[str, list[str]] = {}
-    for instance, word in reading.words.items():
+    for instance, word in reading.replies.items():
         if word.version:
             found.setdefault(word.version, []).append(instance)
     if len(found) > 1:
@@ -217,7 +217,7 @@ def kv_links(reading: Reading) -> Finding:
 
 
 def clocks(reading: Reading) -> Finding:
-    off = {name: word.ahead_s for name, word in reading.words.items() if word.ahead_s}
+    off = {name: word.ahead_s for name, word in reading.replies.items() if word.ahead_s}
     if off:
         says = ", ".join(
             f"{name} {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}" for name, ahead in off.items()

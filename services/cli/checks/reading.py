@@ -19,7 +19,7 @@ HISTORY_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class HealthReply:
     """A process's answer to /health, and to /version where it has one. `error`: why there is none; `ahead_s`: how much
     its clock is ahead of ours, in whole seconds."""
 
@@ -32,7 +32,7 @@ class Word:
 class Reading:
     state: Mapping[str, Any]
     metrics: Scraped
-    words: Mapping[str, Word] = field(default_factory=dict)
+    replies: Mapping[str, HealthReply] = field(default_factory=dict)
 
     @property
     def processes(self) -> list[Mapping[str, Any]]:
@@ -53,21 +53,21 @@ class Reading:
             if process["status"] != "left"
         }
         with ThreadPoolExecutor(max(1, min(32, len(asked)))) as threads:
-            words = dict(zip(asked, threads.map(_asked, asked.values()), strict=True))
+            words = dict(zip(asked, threads.map(_health_reply, asked.values()), strict=True))
         return Reading(state, metrics, words)
 
 
-def _asked(base: str) -> Word:
+def _health_reply(base: str) -> HealthReply:
     try:
         body, headers = get(f"{base}/health")
         said = json.loads(body)
         if "version" not in said:  # the gateway has a page for it
             said = json.loads(get(f"{base}/version")[0])
     except OSError as error:
-        return Word(error=unreachable(error))
+        return HealthReply(error=unreachable(error))
     except ValueError as error:
-        return Word(error=f"no JSON: {error}")
-    return Word(version=str(said.get("version", "")), ahead_s=_ahead(headers.get("Date", "")))
+        return HealthReply(error=f"no JSON: {error}")
+    return HealthReply(version=str(said.get("version", "")), ahead_s=_ahead(headers.get("Date", "")))
 
 
 def _ahead(date: str) -> float:

@@ -19,7 +19,7 @@ from cohort.services.gateway.apis.messages_api_events import Event, MessageWrite
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import Kind
-from cohort.services.gateway.generation.generator import Asked, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Generator
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_error, renamed
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import named
@@ -76,11 +76,11 @@ class MessagesApi:
 
         return await reader.read(data, read, chat=True)
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
-        return _Asked(await self._parse(data, headers, _decoder))
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
+        return _MessagesRequest(await self._parse(data, headers, _decoder))
 
 
-class _Asked(Asked):
+class _MessagesRequest(ApiRequest):
     def writer(self, answering: Answering) -> Writer:
         return _Events(answering)
 
@@ -123,7 +123,7 @@ class _Events:
         return [named("error", anthropic_error(renamed(error, NAMES)))]
 
     def _begun(self) -> list[bytes]:
-        return [] if self._writer.begun else _framed(self._writer.begin(self._answering.usage()))
+        return [] if self._writer.started else _framed(self._writer.begin(self._answering.usage()))
 
 
 def _writer(answering: Answering) -> MessageWriter:

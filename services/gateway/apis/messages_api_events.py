@@ -120,12 +120,12 @@ class MessageWriter:
         self._model = model
         self._blocks: list[_Text | _Call] = []
         self._pinged = False
-        self.begun = False
+        self.started = False
 
     def begin(self, usage: Usage) -> Iterator[Event]:
         """Start the message, once the prompt's tokens are counted. Nothing happens when repeated."""
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             yield MessageStart(
                 MessageAnswer(self._id, "message", "assistant", self._model, [], None, None, usage_of(usage))
             )
@@ -133,11 +133,11 @@ class MessageWriter:
     def take(self, piece: Piece) -> Iterator[Event]:
         calls = list(piece.calls)
         while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
-            yield from self._argue(calls.pop(0))
+            yield from self._argument_events(calls.pop(0))
         if piece.text:
-            yield from self._say(piece.text)
+            yield from self._text_events(piece.text)
         for call in calls:
-            yield from self._argue(call)
+            yield from self._argument_events(call)
 
     def end(
         self, finish: FinishReason, stop_string: str | None, usage: Usage, extras: Extras | UnsetType = UNSET
@@ -166,7 +166,7 @@ class MessageWriter:
             return "stop_sequence"
         return "tool_use" if any(isinstance(block, _Call) for block in self._blocks) else "end_turn"
 
-    def _say(self, text: str) -> Iterator[Event]:
+    def _text_events(self, text: str) -> Iterator[Event]:
         last = self._blocks[-1] if self._blocks else None
         if not isinstance(last, _Text):
             last = _Text()
@@ -174,7 +174,7 @@ class MessageWriter:
         last.parts.append(text)
         yield BlockDelta(len(self._blocks) - 1, TextBlockDelta(text))
 
-    def _argue(self, call: CallDelta) -> Iterator[Event]:
+    def _argument_events(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
             yield from self._open(_Call(call.id, call.name, []), ToolUseBlock(call.id, call.name, {}))
         last = self._blocks[-1]

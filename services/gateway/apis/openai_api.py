@@ -19,7 +19,7 @@ from cohort.services.gateway.batches.batch_lines import LineAnswer
 from cohort.services.gateway.generation.answering import Answering, Mean, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import Caller, Kind
-from cohort.services.gateway.generation.generator import Asked, Endpoint, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Endpoint, Generator
 from cohort.services.gateway.generation.openai_shapes import Answer, Scores
 from cohort.services.gateway.generation.tool_calls import CallDelta, whole_calls
 from cohort.services.gateway.http.error_shapes import error_body
@@ -73,12 +73,12 @@ class _Chunks:
         self._reader = generator.reader
         self.chat = chat
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
         parse = self._reader.chat if self.chat else self._reader.completion
-        return _Asked(await self._reader.read(data, lambda body: parse(body, headers), chat=self.chat))
+        return _CompletionRequest(await self._reader.read(data, lambda body: parse(body, headers), chat=self.chat))
 
 
-class _Asked(Asked):
+class _CompletionRequest(ApiRequest):
     def writer(self, answering: Answering) -> Writer:
         return ChunkWriter(answering)
 

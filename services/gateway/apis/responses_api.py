@@ -1,7 +1,7 @@
 """POST /v1/responses, and what was answered there: read again, deleted, gone on with.
 
 A body becomes a chat (`responses_api_bodies.py`), `generator.py` answers it and `responses_api_events.py` writes the
-response. `responses_api_kept.py` keeps it before its client reads its end, unless `store` is false: a later request can
+response. `responses_archive.py` keeps it before its client reads its end, unless `store` is false: a later request can
 go on from it. Called by aiohttp through `middleware.py`.
 """
 
@@ -18,13 +18,13 @@ from aiohttp import web
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.responses_api_bodies import NAMES, InputItem, ResponsesBody, chat_of, items_of
-from cohort.services.gateway.apis.responses_api_events import Event, ResponseObject, ResponseWriter, asked_response
-from cohort.services.gateway.apis.responses_api_kept import KeptResponses
+from cohort.services.gateway.apis.responses_api_events import Event, ResponseObject, ResponseWriter, pending_response
 from cohort.services.gateway.apis.responses_api_store import StoredResponse
+from cohort.services.gateway.apis.responses_archive import ResponseArchive
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import Kind
-from cohort.services.gateway.generation.generator import Asked, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
@@ -58,18 +58,18 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 
 
 @dataclass(kw_only=True)
-class _Asked(Asked):
+class _ResponsesRequest(ApiRequest):
     """Request with the items of its conversation, and the task that keeps its response."""
 
     api: ResponsesApi
     owner: str
     body: ResponsesBody
     items: list[InputItem]
-    kept: bool | None = None
-    keeping: asyncio.Task[bool] | None = None
+    stored: bool | None = None
+    storing: asyncio.Task[bool] | None = None
     """Task that keeps the response, started by whoever reaches the end first."""
 
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         return _encode(self.items)
 
     def writer(self, answering: Answering) -> Writer:
@@ -88,12 +88,12 @@ class _Asked(Asked):
     def events(self, answering: Answering) -> ResponseWriter:
         sampling = answering.call.sampling
         return ResponseWriter(
-            asked_response(
+            pending_response(
                 self.body,
                 response_id=f"resp_{answering.unique_id()}",
                 created_at=answering.created,
                 model=answering.model,
-                store=self.body.store is not False and self.api.kept.keeps,
+                store=self.body.store is not False and self.api.archive.enabled,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
             )
@@ -105,9 +105,9 @@ class ResponsesApi:
     chat = True
     id_headers: Sequence[str] = (REQUEST_ID_HEADER,)
 
-    def __init__(self, generator: Generator, kept: KeptResponses) -> None:
+    def __init__(self, generator: Generator, kept: ResponseArchive) -> None:
         self._generator = generator
-        self.kept = kept
+        self.archive = kept
         self.quiet_s: float | None = QUIET_S
 
     def routes(self) -> list[web.RouteDef]:
@@ -126,13 +126,13 @@ class ResponsesApi:
         except RequestError as error:
             raise renamed(error, NAMES) from error
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
-        """Parse a body; `beside` has the items as first read, as earlier responses may be gone."""
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
+        """Parse a body; `extra` has the items as first read, as earlier responses may be gone."""
         reader = self._generator.reader
 
-        def again() -> _Asked:
-            body, items = _decoder.decode(data), _items_decoder.decode(beside)
-            return _Asked(self._call(body, items, headers), api=self, owner=owner, body=body, items=items)
+        def again() -> _ResponsesRequest:
+            body, items = _decoder.decode(data), _items_decoder.decode(extra)
+            return _ResponsesRequest(self._call(body, items, headers), api=self, owner=owner, body=body, items=items)
 
         def read(data: bytes) -> tuple[ResponsesBody, list[InputItem]]:
             refuse_shape(data, reader.config, chat=True)
@@ -140,44 +140,44 @@ class ResponsesApi:
             check_model(body.model, reader.served.card)
             return body, items_of(body)
 
-        if beside:
+        if extra:
             return await asyncio.to_thread(again)
         body, own = await reader.read(data, read, chat=True)
-        if body.store and not self.kept.keeps:
+        if body.store and not self.archive.enabled:
             raise RequestError("store: this server keeps no responses (responses.storage_bytes is 0).", param="store")
         before: list[InputItem] = []
         if body.previous_response_id is not None:
-            before = await self.kept.conversation(known_id(body.previous_response_id), owner)
+            before = await self.archive.conversation(known_id(body.previous_response_id), owner)
         items = [*before, *own]
 
         def call(_: bytes = b"") -> Call:
             return self._call(body, items, headers)
 
         made = await (asyncio.to_thread(call) if before else reader.read(data, call, chat=True))
-        return _Asked(made, api=self, owner=owner, body=body, items=items)
+        return _ResponsesRequest(made, api=self, owner=owner, body=body, items=items)
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
         call = self._generator.reader.chat_call(chat_of(body, items), headers)
         return dataclasses.replace(call, truncates=body.truncation == "auto")
 
     async def ended(
-        self, asked: _Asked, answering: Answering, writer: ResponseWriter, finish: FinishReason
+        self, asked: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
         """Return the whole response, kept by then if it asks to be."""
         asked.completed_at = asked.completed_at or int(self._generator.host.clock.wall_s())
         response = writer.response(finish, answering.usage(), asked.completed_at, answering.extras([0]))
-        if asked.kept is None:
-            if asked.keeping is None:
-                asked.keeping = asyncio.create_task(self._keep(asked, response), name="keep a response")
-            asked.kept = await asyncio.shield(asked.keeping)
-        return response if asked.kept else msgspec.structs.replace(response, store=False)
+        if asked.stored is None:
+            if asked.storing is None:
+                asked.storing = asyncio.create_task(self._store(asked, response), name="keep a response")
+            asked.stored = await asyncio.shield(asked.storing)
+        return response if asked.stored else msgspec.structs.replace(response, store=False)
 
-    async def _keep(self, asked: _Asked, response: ResponseObject) -> bool:
+    async def _store(self, asked: _ResponsesRequest, response: ResponseObject) -> bool:
         if not response.store:
             return False
-        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), asked.beside())
+        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), asked.extra())
         try:
-            if await self.kept.add(row):
+            if await self.archive.add(row):
                 return True
         except Exception:  # a defect of ours: the answer is there all the same
             self._generator.host.log.exception("a response could not be kept")
@@ -188,12 +188,12 @@ class ResponsesApi:
     async def retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false") != "false":
             raise RequestError("stream: only the answers of background requests are streamed again.", param="stream")
-        row = await self.kept.get(known_id(request.match_info["id"]), request[OWNER])
+        row = await self.archive.get(known_id(request.match_info["id"]), request[OWNER])
         return web.Response(body=row.response, content_type="application/json")
 
     async def delete(self, request: web.Request) -> web.Response:
         response_id = known_id(request.match_info["id"])
-        await self.kept.delete(response_id, request[OWNER])
+        await self.archive.delete(response_id, request[OWNER])
         return web.Response(body=_encode(DeletedResponse(response_id)), content_type="application/json")
 
     async def input_items(self, request: web.Request) -> web.Response:
@@ -202,7 +202,7 @@ class ResponsesApi:
         limit, order = limit_of(query, default=20, most=100), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", param="order")
-        items = await self.kept.items(known_id(request.match_info["id"]), request[OWNER])
+        items = await self.archive.items(known_id(request.match_info["id"]), request[OWNER])
         if order == "desc":
             items.reverse()
         if "after" in query:
@@ -215,7 +215,7 @@ class ResponsesApi:
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Refuse: a response that is kept has ended."""
-        await self.kept.get(known_id(request.match_info["id"]), request[OWNER])
+        await self.archive.get(known_id(request.match_info["id"]), request[OWNER])
         raise RequestError("Only a response made in the background can be cancelled; background is not served here.")
 
 
@@ -224,7 +224,7 @@ class _Events:
 
     at_once = True
 
-    def __init__(self, asked: _Asked, answering: Answering) -> None:
+    def __init__(self, asked: _ResponsesRequest, answering: Answering) -> None:
         self._asked = asked
         self._answering = answering
         self._writer = asked.events(answering)

@@ -181,7 +181,7 @@ class ArgumentsDone(msgspec.Struct, frozen=True):
 Event = ResponseEvent | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
 
 
-def asked_response(
+def pending_response(
     body: ResponsesBody, *, response_id: str, created_at: int, model: str, store: bool, temperature: float, top_p: float
 ) -> ResponseObject:
     """Return the response before its first token, with `temperature` and `top_p` as sampled."""
@@ -243,28 +243,28 @@ class ResponseWriter:
     """Writer of one answer: `begin`, `take` for every piece, `close`, then `final` or `failed`, sent in order."""
 
     def __init__(self, asked: ResponseObject) -> None:
-        self.asked = asked
+        self.pending = asked
         self._items: list[_Message | _Call] = []
         self._sequence = 0
-        self.begun = False
+        self.started = False
 
     def begin(self) -> Iterator[Event]:
         """Start the response. Nothing happens when repeated."""
-        if not self.begun:
-            self.begun = True
-            yield ResponseEvent("response.created", self._next(), self.asked)
-            yield ResponseEvent("response.in_progress", self._next(), self.asked)
+        if not self.started:
+            self.started = True
+            yield ResponseEvent("response.created", self._next(), self.pending)
+            yield ResponseEvent("response.in_progress", self._next(), self.pending)
 
     def take(self, piece: Piece, logprobs: bytes = b"") -> Iterator[Event]:
         """Take a piece; `logprobs` is JSON without the list's brackets."""
         calls = list(piece.calls)
         while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
-            yield from self._argue(calls.pop(0))
+            yield from self._argument_events(calls.pop(0))
         in_message = bool(self._items) and isinstance(self._items[-1], _Message)
         if piece.text or (logprobs and not piece.calls and in_message):
-            yield from self._say(piece.text, logprobs)  # an end token has log-probabilities and no text
+            yield from self._text_events(piece.text, logprobs)  # an end token has log-probabilities and no text
         for call in calls:
-            yield from self._argue(call)
+            yield from self._argument_events(call)
 
     def close(self, finish: FinishReason) -> Iterator[Event]:
         """End the last item. An empty answer is an empty message."""
@@ -278,7 +278,7 @@ class ResponseWriter:
         """Return the whole response, after `close`."""
         cut = finish is FinishReason.LENGTH
         return msgspec.structs.replace(
-            self.asked,
+            self.pending,
             status="incomplete" if cut else "completed",
             completed_at=None if cut else completed_at,
             incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
@@ -299,7 +299,7 @@ class ResponseWriter:
             "response.failed",
             self._next(),
             msgspec.structs.replace(
-                self.asked,
+                self.pending,
                 status="failed",
                 error=ResponseProblem(code, printable(error.message, 2000)),
                 output=[item.item() for item in self._items],
@@ -310,7 +310,7 @@ class ResponseWriter:
         self._sequence += 1
         return self._sequence - 1
 
-    def _say(self, text: str, logprobs: bytes) -> Iterator[Event]:
+    def _text_events(self, text: str, logprobs: bytes) -> Iterator[Event]:
         last = self._items[-1] if self._items else None
         if not isinstance(last, _Message):
             last = _Message(self._new_id("msg"))
@@ -320,7 +320,7 @@ class ResponseWriter:
             last.logprobs.append(logprobs)
         yield TextDelta("response.output_text.delta", self._next(), last.id, self._index, 0, text, _raw(logprobs))
 
-    def _argue(self, call: CallDelta) -> Iterator[Event]:
+    def _argument_events(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
             yield from self._open(_Call(self._new_id("fc"), call.id, call.name))
         last = self._items[-1]
@@ -332,7 +332,7 @@ class ResponseWriter:
 
     def _new_id(self, prefix: str) -> str:
         """Return the id of the next item: the same whenever this response is written."""
-        return f"{prefix}_{stable_id(self.asked.id, len(self._items))}"
+        return f"{prefix}_{stable_id(self.pending.id, len(self._items))}"
 
     @property
     def _index(self) -> int:

@@ -2,7 +2,7 @@
 
 A response is kept with all its items, those of earlier responses included, so that a conversation survives the loss of
 its beginning. Beyond a bound the oldest go: of an owner beyond its share first, then of the largest owner. One thread
-(`sqlite_file.OnThread`), of `responses_api_kept.py`, calls it; times are wall-clock seconds.
+(`sqlite_file.OnThread`), of `responses_archive.py`, calls it; times are wall-clock seconds.
 """
 
 from __future__ import annotations

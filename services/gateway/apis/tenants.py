@@ -153,7 +153,7 @@ class Tenants:
                 error = raised
                 raise
             finally:
-                lease.when_free(lambda: self._end(key, lease, error))
+                lease.on_release(lambda: self._end(key, lease, error))
 
         return middleware
 
@@ -194,7 +194,7 @@ class Tenants:
             return None
         lease = self._lease(key, traffic_class)
         lease.hold()
-        lease.when_free(lambda: self._end(key, lease, None))
+        lease.on_release(lambda: self._end(key, lease, None))
         return lease
 
     def _class_of(self, request: web.Request) -> TrafficClass:
@@ -215,7 +215,7 @@ class Tenants:
                 self._count(key, traffic_class, Amounts(refused=1))
             raise
         self._metrics.open(key.name).inc()
-        lease.judged = lambda each, outcomes: self._judge(key, each, outcomes)
+        lease.on_judged = lambda each, outcomes: self._judge(key, each, outcomes)
         return lease
 
     def _judge(self, key: Key, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:

@@ -130,7 +130,7 @@ class BatchApi:
                 f"The file cannot be stored: {error.strerror}.", status=507, type_="server_error"
             ) from error
         finally:
-            self._store.tell(lambda store: store.release(file_id))
+            self._store.run_detached(lambda store: store.release(file_id))
         self._log.info("file stored", file_id=file_id, bytes=file.bytes)
         return _json(file_object(file))
 
@@ -139,7 +139,7 @@ class BatchApi:
         with await asyncio.to_thread(self._folder.write, file_id) as writer:
             await form.read(functools.partial(self._keep, writer, file_id, owner))
             retention_s = form.retention_s()
-            await asyncio.to_thread(writer.keep)
+            await asyncio.to_thread(writer.commit)
         created_at = int(self._clock.wall_s())
         file = StoredFile(
             0, file_id, owner, "batch", form.filename or "", writer.bytes, created_at, created_at + retention_s

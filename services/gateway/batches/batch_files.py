@@ -65,7 +65,7 @@ class BatchFolder:
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         """`shared`: among several gateways of this pipeline."""
         self.shared = shared
-        self.alone = False
+        self.is_exclusive = False
         """Whether no other gateway has the folder: unless it is shared, and from `open` until `admit_others`."""
         self.path = path
         self.database = self.path / "batches.sqlite"
@@ -86,8 +86,8 @@ class BatchFolder:
         except OSError as error:
             raise ConfigError(f"state.folder: {self.path} cannot be used: {error.strerror}") from error
         self._lock, self._runner = lock, runner
-        self.alone = _locked(lock, fcntl.LOCK_EX)
-        if self.alone:
+        self.is_exclusive = _locked(lock, fcntl.LOCK_EX)
+        if self.is_exclusive:
             return
         deadline_s = time.monotonic() + CLEAN_UP_S
         while not (self.shared and _locked(lock, fcntl.LOCK_SH)):
@@ -100,8 +100,8 @@ class BatchFolder:
 
     def admit_others(self) -> None:
         """Let other gateways of the port use the folder too, from now on."""
-        if self.shared and self.alone and self._lock is not None:
-            self.alone = False
+        if self.shared and self.is_exclusive and self._lock is not None:
+            self.is_exclusive = False
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def may_run(self) -> bool:
@@ -182,7 +182,7 @@ class BatchFolder:
 
 
 class ContentWriter:
-    """Writer of one content, locked. `keep` makes it the file's content; without that it is discarded at the end."""
+    """Writer of one content, locked. `commit` makes it the file's content; without that it is discarded at the end."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
@@ -201,7 +201,7 @@ class ContentWriter:
         self._file.write(data)
         self.bytes += len(data)
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._part.replace(self._target)  # while it is held: no other gateway takes it for left
@@ -209,7 +209,7 @@ class ContentWriter:
         self._file.close()
 
     def discard(self) -> None:
-        """Remove the part. Harmless after `keep`."""
+        """Remove the part. Harmless after `commit`."""
         if not self._kept:
             self._part.unlink(missing_ok=True)
         self._file.close()

@@ -123,7 +123,7 @@ class BatchRunner:
         self._elapsed_s = elapsed_s
         self._sweeps: SweepGuard | None = None
         self._swept_at_s = 0.0  # as the store knows it
-        self._doubting = False
+        self._clock_suspect = False
         self._metrics = metrics
         self._log = log
         self._jobs: dict[str, _Job] = {}
@@ -160,9 +160,9 @@ class BatchRunner:
         """Take up batches that other gateways accepted or cancelled."""
         while True:
             await asyncio.sleep(FOLLOW_S)
-            await self._until_it_works("finding batches of other gateways", self._look)
+            await self._until_it_works("finding batches of other gateways", self._poll_store)
 
-    async def _look(self) -> None:
+    async def _poll_store(self) -> None:
         def look(store: BatchStore) -> tuple[list[str], list[str]]:
             return store.unfinished(), store.cancelling()
 
@@ -460,15 +460,15 @@ class BatchRunner:
     async def _trusts_clock(self, now_s: float) -> bool:
         if self._sweeps is None:
             self._sweeps = SweepGuard(await self._store.run(lambda store: store.swept_at_s()))
-        trusted = self._sweeps.trusted(now_s, self._elapsed_s())
-        if trusted and self._doubting:
+        trusted = self._sweeps.is_plausible(now_s, self._elapsed_s())
+        if trusted and self._clock_suspect:
             self._log.info("the wall clock is believed again: expired files are deleted")
-        elif not trusted and not self._doubting:
+        elif not trusted and not self._clock_suspect:
             self._log.error(
                 "the wall clock jumped: nothing is deleted until it is back or has kept its time for a day",
                 jumped_s=round(self._sweeps.jumped_s),
             )
-        self._doubting = not trusted
+        self._clock_suspect = not trusted
         return trusted
 
     async def _shrink(self) -> None:
@@ -520,7 +520,7 @@ class OutputFiles:
                 unrun = await self._write_not_run(writer, batch.id, outcome)
             if not writer.bytes:
                 return None, 0
-            await asyncio.to_thread(writer.keep)
+            await asyncio.to_thread(writer.commit)
         name, created_at = f"{batch.id}_{kind}.jsonl", int(now_s)
         expires_at = created_at + batch.output_retention_s
         return StoredFile(0, file_id, batch.owner, "batch_output", name, writer.bytes, created_at, expires_at), unrun

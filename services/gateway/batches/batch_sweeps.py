@@ -1,6 +1,6 @@
 """When the clock may be believed: expired data is deleted for good, so a clock that jumped must delete nothing.
 
-Called by `batch_runner.py` and `responses_api_kept.py` before they delete. While wall clock and elapsed time agree, the
+Called by `batch_runner.py` and `responses_archive.py` before they delete. While wall clock and elapsed time agree, the
 clock is as right as when it stamped the files. After a jump nothing can tell which time was wrong: deletions wait until
 the clock is back, or has kept its new time for `HOLD_S`, in which it may have been corrected.
 """
@@ -29,32 +29,32 @@ class _Anchor:
 
 
 class SweepGuard:
-    """`trusted` before every sweep. Seconds: `wall_s` since 1970, `elapsed_s` on any clock that runs evenly."""
+    """`is_plausible` before every sweep. Seconds: `wall_s` since 1970, `elapsed_s` on any clock that runs evenly."""
 
     def __init__(self, swept_at_s: float | None) -> None:
         """`swept_at_s`: the wall clock at the last sweep of an earlier run, None when there was none."""
         self._swept_at_s = swept_at_s
-        self._trusted: _Anchor | None = None
-        self._doubted: _Anchor | None = None
+        self._anchor: _Anchor | None = None
+        self._suspect: _Anchor | None = None
         self.jumped_s = 0.0
         """Drift of the clock when it was last doubted."""
 
-    def trusted(self, wall_s: float, elapsed_s: float) -> bool:
+    def is_plausible(self, wall_s: float, elapsed_s: float) -> bool:
         now = _Anchor(wall_s, elapsed_s)
         if self._agrees_with_the_past(now):
-            self._trusted, self._doubted = now, None
+            self._anchor, self._suspect = now, None
             return True
-        if self._doubted is None or not self._doubted.agrees(now):
-            self._doubted = now  # a new time: it has to be kept from here on
-        if now.elapsed_s - self._doubted.elapsed_s < HOLD_S:
+        if self._suspect is None or not self._suspect.agrees(now):
+            self._suspect = now  # a new time: it has to be kept from here on
+        if now.elapsed_s - self._suspect.elapsed_s < HOLD_S:
             return False
-        self._trusted, self._doubted = now, None
+        self._anchor, self._suspect = now, None
         return True
 
     def _agrees_with_the_past(self, now: _Anchor) -> bool:
-        if self._trusted is not None:
-            self.jumped_s = self._trusted.drift_s(now)
-            return self._trusted.agrees(now)
+        if self._anchor is not None:
+            self.jumped_s = self._anchor.drift_s(now)
+            return self._anchor.agrees(now)
         if self._swept_at_s is None:
             return True
         self.jumped_s = now.wall_s - self._swept_at_s

@@ -118,7 +118,7 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
     """Open the store; None, with nothing touched, if the database is damaged or cannot be used."""
     store = StoreThread(folder.database)
     try:
-        if folder.alone:
+        if folder.is_exclusive:
             await _clean_up(folder, store, log)
         return store
     except sqlite3.Error as error:

@@ -120,7 +120,7 @@ class Outlet:
         """Choices that have begun."""
         self._defect: Exception | None = None
         """Internal error that `run` raises."""
-        self._heard_s = 0.0
+        self._last_delta_s = 0.0
         self._time: Callable[[], float] | None = None
         """Clock, set while the time of the last delta matters."""
 
@@ -190,7 +190,7 @@ class Outlet:
             self._defect, self.waits = defect, False
             self._something.set()
         if self._time is not None:
-            self._heard_s = self._time()
+            self._last_delta_s = self._time()
         return True
 
     async def _next(self, quiet_s: float | None) -> Delta | None:
@@ -198,15 +198,15 @@ class Outlet:
         if quiet_s is None or self._ready:
             return await self._arrived()
         self._time = asyncio.get_running_loop().time
-        self._heard_s = heard_s = self._time()
+        self._last_delta_s = heard_s = self._time()
         while True:
             try:
                 async with asyncio.timeout_at(heard_s + quiet_s):
                     return await self._arrived()
             except TimeoutError:
-                if self._heard_s == heard_s:
+                if self._last_delta_s == heard_s:
                     return None
-                heard_s = self._heard_s
+                heard_s = self._last_delta_s
 
     async def _arrived(self) -> Delta:
         """Wait for a delta, without a deadline: the ledger ends every request by its own."""
@@ -384,7 +384,7 @@ class Answering:
 
     def likeliest(self, means: Sequence[float]) -> list[int]:
         """Return the choices to send: all, or those of each prompt with the largest mean log-probability."""
-        n, kept, chosen = self.call.n, self.call.kept, list[int]()
+        n, kept, chosen = self.call.n, self.call.returned_choices, list[int]()
         for first in range(0, len(means), n):
             group = range(first, first + n)
             chosen += group if kept == n else sorted(group, key=lambda index: -means[index])[:kept]

@@ -69,13 +69,13 @@ class Body:
 
 
 @dataclass
-class Asked(ABC):
+class ApiRequest(ABC):
     """Request of one API, and how that API formats the answer."""
 
     call: Call
     completed_at: int = 0
     """Unix time of the end, for answers that state it."""
-    kept: bool | None = False
+    stored: bool | None = False
     """Whether the answer was kept for later; None until its end."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Asked(ABC):
     async def whole(self, answering: Answering) -> bytes:
         """Return the whole answer as JSON. Raises the `RequestError` that it failed with."""
 
-    def beside(self) -> bytes:
+    def extra(self) -> bytes:
         """Return what `Endpoint.read` needs to read the same request again, besides its body."""
         return b""
 
@@ -99,11 +99,11 @@ class Endpoint(Protocol):
     id_headers: Sequence[str]
     """Headers of a stream that carry the request's id."""
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
-        """Parse a body; `beside` belongs to a request that is read again. Raises a 4xx `RequestError`."""
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
+        """Parse a body; `extra` belongs to a request that is read again. Raises a 4xx `RequestError`."""
 
 
-class Keeper(Protocol):
+class ResumableStreams(Protocol):
     """Server of streams that outlive their connection."""
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse: ...
@@ -127,13 +127,13 @@ class Generator:
         self.completion = CompletionShape(self._text)
         self.chat = ChatShape(self._text)
         self._outbox = Outbox()
-        self.keeper: Keeper | None = None
+        self.resumable: ResumableStreams | None = None
         """Maker of resumable streams; set by `service.py`."""
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer an HTTP request. Raises `RequestError` only while nothing was sent."""
-        if self.keeper is not None and RESUME_HEADER in request.headers:
-            return await self.keeper.serve(endpoint, request)
+        if self.resumable is not None and RESUME_HEADER in request.headers:
+            return await self.resumable.serve(endpoint, request)
         asked, answering = await self._accepted(endpoint, request)
         try:
             if answering.call.stream:
@@ -145,7 +145,7 @@ class Generator:
         finally:
             self.release(answering)
 
-    async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[Asked, Answering]:
+    async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[ApiRequest, Answering]:
         async with self.arriving(request) as body:
             asked = await endpoint.read(body.data, request.headers, body.caller.owner)
             answering = await self.begin(asked.call, len(body.data), body.caller)
@@ -193,11 +193,13 @@ class Generator:
         self.budget.check(call)
         clock, card = self.host.clock, self.served.card
         limited, sampling = call.max_tokens is not None, call.sampling
-        if call.wanted is not None:
-            sampling = msgspec.structs.replace(sampling, grammar=await self._grammars.compile(call.wanted))
+        if call.grammar_spec is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=await self._grammars.compile(call.grammar_spec))
         priority = self.owners.priority(call.priority) + caller.behind
         call = dataclasses.replace(call, priority=priority, sampling=sampling)
-        times = GatewayTimes(caller.arrived_s, trace=caller.trace, judged=caller.lease.judged if caller.lease else None)
+        times = GatewayTimes(
+            caller.arrived_s, trace=caller.trace, judged=caller.lease.on_judged if caller.lease else None
+        )
         began_s = clock.now_s()
         prompts = await self._tokenize(call, self.served.max_model_len())
         times.tokenize_s = clock.now_s() - began_s
@@ -245,7 +247,7 @@ class Generator:
         answering = self.unrendered(call, requests, generation, base_id, created_s, reserved)
         answering.outlet = outlet
         if caller.lease is not None:
-            caller.lease.answered_by(answering.used)
+            caller.lease.add_usage_source(answering.used)
         self.host.log.debug("accepted", request_ids=generation.request_ids)
         return answering
 

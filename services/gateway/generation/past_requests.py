@@ -74,7 +74,7 @@ def life_of(
         attempts=entry.attempt.number + 1,
         instances=list(entry.instances),
         stages={str(stage): seconds for stage, seconds in ttft_stages(times, entry).items()},
-        moments=[Moment(each.at_s - arrived_s, each.what, each.where, each.why) for each in entry.happenings],
+        moments=[Moment(each.at_s - arrived_s, each.what, each.where, each.why) for each in entry.moments],
         times=[
             WorkerTimes(name, part.queue_s, part.prefill_s, part.transfer_s, part.decode_s, part.preemptions)
             for name, part in entry.times.items()

@@ -279,7 +279,7 @@ def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
         "the grammar": (
             price.grammar,
             f"{call.choices} choices × {len(call.sampling.grammar)} characters / {_GRAMMAR_CHARACTERS_PER_UNIT}",
-            call.wanted.param if call.wanted is not None else names[0],
+            call.grammar_spec.param if call.grammar_spec is not None else names[0],
         ),
         "stop": (price.stops, f"{call.choices} choices × stop tokens + characters of stop strings", "stop"),
     }

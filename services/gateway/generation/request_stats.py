@@ -31,7 +31,7 @@ class RequestStats:
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
         """Part of the machine's totals that the metrics have already."""
-        self._told: dict[tuple[TrafficClass, float, int], int] = {}
+        self._update_gaps: dict[tuple[TrafficClass, float, int], int] = {}
         """Updates until `observe` by class, gap and tokens, in which a step's rows are often alike."""
 
     def admitted(self, request: Request) -> None:
@@ -72,19 +72,19 @@ class RequestStats:
     def tokens(self, traffic_class: TrafficClass, since_s: float, count: int) -> None:
         """Record `count` tokens that came `since_s` after the ones before. They count once `observe` is called."""
         key = (traffic_class, since_s, count)
-        told = self._told
+        told = self._update_gaps
         told[key] = told.get(key, 0) + 1
 
     def observe(self) -> None:
         """Count what `tokens` recorded, in one go: a step's tokens come together."""
-        if not self._told:
+        if not self._update_gaps:
             return
-        for (traffic_class, since_s, count), updates in self._told.items():
+        for (traffic_class, since_s, count), updates in self._update_gaps.items():
             gap_s = since_s / count  # tokens that came together share the time
             self._metrics.generation_tokens(traffic_class).inc(updates * count)
             self._metrics.itl_seconds(traffic_class).observe_many(gap_s, updates * count)
             self.recent.tokens(gap_s, updates, count)
-        self._told.clear()
+        self._update_gaps.clear()
 
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
         self.past.ended(now_s, entry, times, finish, reason)

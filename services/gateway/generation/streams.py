@@ -79,7 +79,7 @@ class Streams:
         self._online_waited = False
         self.online_placed = asyncio.Event()
         """Event set when no online request waits for a worker any more."""
-        self.on_told: Callable[[], None] = lambda: None
+        self.on_events: Callable[[], None] = lambda: None
         """Callback after every event, time included."""
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class Streams:
         for track in reversed(self._tracks.values()):
             yield track.generation.entries[track.index], track.generation.times
 
-    def tell(self, *events: GatewayEvent) -> None:
+    def feed(self, *events: GatewayEvent) -> None:
         """Pass events to the machine. Without any, the effects left by a call that failed are performed."""
         lost = self._perform(self._hosted.handle(self._clock.now_s(), *events))
         while lost:
@@ -123,7 +123,7 @@ class Streams:
         if self._online_waited and not self.ledger.waiting_online:
             self._online_waited = False
             self.online_placed.set()
-        self.on_told()
+        self.on_events()
 
     def end(self) -> None:
         """Stop the ticks."""
@@ -174,7 +174,7 @@ class Streams:
     def _decide(self, offer: Estimated | Offered, offered: tuple[Generation, Taker] | None) -> None:
         self._deciding, self._offered, self._refusal = offer.offer_id, offered, None
         try:
-            self.tell(offer)
+            self.feed(offer)
         finally:
             self._deciding, self._offered = "", None
         if self._refusal is not None:
@@ -205,10 +205,10 @@ class Streams:
 
     def _tick(self) -> None:
         try:
-            self.tell(Tick())
+            self.feed(Tick())
         except Exception:
             self._log.exception("tick failed")
-            self.tell()
+            self.feed()
 
     def _deliver(self, action: Deliver) -> None:
         entry = action.entry
@@ -230,7 +230,7 @@ class Streams:
 
     def _close(self, entry: Entry, finish: FinishReason, reason: str) -> None:
         if self.ledger.get(entry.request_id) is entry:
-            self.tell(Closed(entry.request_id, finish, reason))
+            self.feed(Closed(entry.request_id, finish, reason))
 
     def _finalize(self, entry: Entry, finish: FinishReason, reason: str) -> None:
         track = self._tracks.pop(entry.request_id, None)

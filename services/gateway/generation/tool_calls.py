@@ -115,7 +115,7 @@ class ToolReader:
         while (character := (yield)) != END:
             raw += character
             if character == "{" and len(raw) <= _HEAD_CHARACTERS and (head := _HEAD.fullmatch(raw)):
-                self._announce(_text(head[1]))
+                self._emit_call(_text(head[1]))
                 yield from self._arguments()
                 yield from self._skip_past(close)
                 return
@@ -138,7 +138,7 @@ class ToolReader:
                     if not (yield from self._object(raw)):
                         self._reject(marker + raw)
                     return
-                self._announce(name[1])
+                self._emit_call(name[1])
                 yield from self._arguments()
                 return
             if len(raw) > _HEAD_CHARACTERS:
@@ -168,7 +168,7 @@ class ToolReader:
             if character == "{":
                 text = yield from self._object(character)
                 if text:
-                    self._say(lead + text)
+                    self._emit_text(lead + text)
                     yield from self._plain()
                     return
                 lead = ""
@@ -181,11 +181,11 @@ class ToolReader:
                 if lead.strip() == tag:
                     lead = ""
                 elif not tag.startswith(lead.strip()):
-                    self._say(lead)
+                    self._emit_text(lead)
                     yield from self._plain()
                     return
         if lead.strip() or not self.calls:
-            self._say(lead)
+            self._emit_text(lead)
 
     def _content_until(self, marker: str) -> Generator[None, str, bool]:
         """Read content; return whether the marker came. White space is held until it is known that no call follows."""
@@ -194,21 +194,21 @@ class ToolReader:
             held += character
             if held.endswith(marker):
                 before = held.removesuffix(marker)
-                self._say(before.rstrip())
+                self._emit_text(before.rstrip())
                 self._white = before[len(before.rstrip()) :]
                 return True
             kept = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if held.endswith(marker[:n])), 0)
             certain = held[: len(held) - kept].rstrip()
             if certain:
-                self._say(certain)
+                self._emit_text(certain)
                 held = held[len(certain) :]
         if held.strip() or not self.calls:
-            self._say(held)
+            self._emit_text(held)
         return False
 
     def _plain(self) -> Reading:
         while (character := (yield)) != END:
-            self._say(character)
+            self._emit_text(character)
 
     def _object(self, begun: str) -> Generator[None, str, str]:
         """Read a call that starts with `begun`. Return "" if it is one (its arguments begin), else its text."""
@@ -224,7 +224,7 @@ class ToolReader:
             if character == "{":
                 depth += 1
                 if depth == 2 and len(raw) <= _HEAD_CHARACTERS and (head := _HEAD.fullmatch(raw)):
-                    self._announce(_text(head[1]))
+                    self._emit_call(_text(head[1]))
                     yield from self._arguments()
                     yield from self._skip_past("}")
                     return ""
@@ -236,11 +236,11 @@ class ToolReader:
 
     def _arguments(self) -> Reading:
         """Read to the brace that closes the one that was read."""
-        self._argue("{")
+        self._emit_arguments("{")
         depth = 1
         in_string = escaped = False
         while depth and (character := (yield)) != END:
-            self._argue(character)
+            self._emit_arguments(character)
             if in_string:
                 in_string = escaped or character != '"'
                 escaped = character == "\\" and not escaped
@@ -269,25 +269,25 @@ class ToolReader:
             arguments = {}
         if not isinstance(arguments, dict | str):
             return False
-        self._announce(name)
-        self._argue(arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode())
+        self._emit_call(name)
+        self._emit_arguments(arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode())
         return True
 
     def _reject(self, text: str) -> None:
         """Return text that only began like a call to the content."""
-        self._say(self._white + text if text else "")
+        self._emit_text(self._white + text if text else "")
         self._white = ""
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             self._content.append(text)
 
-    def _announce(self, name: str) -> None:
+    def _emit_call(self, name: str) -> None:
         self._white = ""
         self._deltas.append(CallDelta(self.calls, call_id(self._format, self._ids, self.calls), name))
         self.calls += 1
 
-    def _argue(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         last = self._deltas[-1] if self._deltas else None
         if last is None:
             self._deltas.append(CallDelta(self.calls - 1, arguments=text))

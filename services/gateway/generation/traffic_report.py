@@ -17,7 +17,7 @@ from cohort.common.types import FinishReason, Request, RequestId
 from cohort.services.gateway.generation.delta import GatewayTimes, tpot_s
 
 REPORT_EVERY_S = 1.0
-_MOST_UNTOLD = 4096
+_MAX_UNREPORTED = 4096
 """Records kept while the monitor is away; the oldest go first."""
 
 
@@ -27,13 +27,13 @@ class TrafficReport:
         self._open: dict[RequestId, tuple[int, float]] = {}
         """Number and arrival time of each open request."""
         self._count = 0
-        self._untold: deque[tuple[float, TrafficRecord]] = deque(maxlen=_MOST_UNTOLD)
+        self._unreported: deque[tuple[float, TrafficRecord]] = deque(maxlen=_MAX_UNREPORTED)
 
     def admitted(self, request: Request) -> None:
         number, now_s = self._count, self._clock.now_s()
         self._count += 1
         self._open[request.request_id] = (number, now_s)
-        self._untold.append((now_s, _record(number, request)))
+        self._unreported.append((now_s, _record(number, request)))
 
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason) -> None:
         number, arrived_s = self._open.pop(entry.request_id, (-1, 0.0))
@@ -47,13 +47,13 @@ class TrafficReport:
             timing=_timing(now_s, entry, times, finish),
             cancelled=finish is FinishReason.CANCELLED,
         )
-        self._untold.append((arrived_s, ended))
+        self._unreported.append((arrived_s, ended))
 
     def take(self) -> list[TrafficRecord]:
         """Return the records not reported yet, with ages as of now, and forget them."""
         now_s = self._clock.now_s()
-        records = [msgspec.structs.replace(record, age_s=now_s - arrived_s) for arrived_s, record in self._untold]
-        self._untold.clear()
+        records = [msgspec.structs.replace(record, age_s=now_s - arrived_s) for arrived_s, record in self._unreported]
+        self._unreported.clear()
         return records
 
 

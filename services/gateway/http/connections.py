@@ -44,14 +44,14 @@ class Handover:
     def __init__(self, stopping: asyncio.Event) -> None:
         """`stopping` is set when another process is to take over."""
         self._stopping = stopping
-        self.asked = False
+        self.requested = False
         self._running = 0
         self._ended_s = float("-inf")
 
     def listen(self) -> None:
         """Handle the signal from now on, on the running loop; only the main thread's loop receives signals."""
         if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(SIGNAL, self._ask)
+            asyncio.get_running_loop().add_signal_handler(SIGNAL, self._request)
 
     def middleware(self) -> Middleware:
         """Return a middleware that counts running requests."""
@@ -69,11 +69,11 @@ class Handover:
 
     async def end_connection(self, _: web.Request, response: web.StreamResponse) -> None:
         """End the connection with this response; for `on_response_prepare`."""
-        if self.asked:
+        if self.requested:
             response.force_close()
             response.headers["Connection"] = "close"
 
-    async def quiet(self, timeout_s: float) -> None:
+    async def wait_idle(self, timeout_s: float) -> None:
         """Wait until no request has run for `QUIET_S`."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -82,8 +82,8 @@ class Handover:
                 return
             await asyncio.sleep(_POLL_S)
 
-    def _ask(self) -> None:
-        self.asked = True
+    def _request(self) -> None:
+        self.requested = True
         self._stopping.set()
 
 
@@ -147,9 +147,9 @@ class SlowReaders:
         return connection
 
     def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(min(self._still_s, self._whole_s) / LOOKS, self._look)
+        self._timer = asyncio.get_running_loop().call_later(min(self._still_s, self._whole_s) / LOOKS, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         now_s = asyncio.get_running_loop().time()
         for transport, connection in list(self._connections.items()):

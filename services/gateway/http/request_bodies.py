@@ -69,7 +69,7 @@ async def _expected(request: web.Request) -> None:
 
 
 @web.middleware
-async def invite_bodies(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def send_continue(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Send "100 Continue" to a client that holds its body back, after all that refuses by headers."""
     asked = "Expect" in request.headers and request.version >= HttpVersion11
     if asked and request.match_info.http_exception is None and request.transport is not None:

@@ -34,7 +34,7 @@ class Lease:
         self._ended = False
         self._held = False
         self._then: Callable[[], None] = lambda: None
-        self.judged: Judged | None = None
+        self.on_judged: Judged | None = None
         """Callback for the SLOs of its choices, also after the request ended."""
 
     def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
@@ -49,11 +49,11 @@ class Lease:
         self.budget.reserve(now_s, wall_s, tokens)
         self._reserved += tokens
 
-    def answered_by(self, used: Used) -> None:
+    def add_usage_source(self, used: Used) -> None:
         """Add a source of the tokens used. It is read when the lease ends, and later for what comes after."""
         self._used.append(used)
 
-    def answered_instead_by(self, used: Used) -> None:
+    def replace_usage_source(self, used: Used) -> None:
         """Replace the sources of the tokens used by this one."""
         self._used = [used]
 
@@ -61,7 +61,7 @@ class Lease:
         """Keep the request open beyond its handler, until `free`."""
         self._held = True
 
-    def when_free(self, then: Callable[[], None]) -> None:
+    def on_release(self, then: Callable[[], None]) -> None:
         """Call `then` at once, or after `free` while the request is held."""
         if self._held:
             self._then = then

@@ -110,7 +110,7 @@ class SharedKeyBudget(KeyBudget):
 
     def _forget_dead(self, record: Record) -> bool:
         """Write what dead gateways gave back at once, as the refusal may stand; return whether there was anything."""
-        if not self._table.forget_dead(record):
+        if not self._table.release_stale(record):
             return False
         self._table.write(self._place, record)
         self._load(record)

@@ -120,7 +120,7 @@ class KeyTable:
     def write(self, place: int, record: Record) -> None:
         os.pwrite(self._file, record.encode(), place * _RECORD_BYTES)
 
-    def forget_dead(self, record: Record) -> bool:
+    def release_stale(self, record: Record) -> bool:
         """Give back what dead gateways have in the record; return whether there was anything."""
         slots = [slot for slot in range(SLOTS) if record.open[slot] or record.reserved[slot]]
         # Of every one, not up to the first.

@@ -76,7 +76,7 @@ class Keyring:
 
     def find(self, token: str) -> Key | None:
         """Return the key with this token. All are compared, in constant time."""
-        self._look_again()
+        self._reload_if_changed()
         found: Key | None = None
         for salt, known in ((self._salt, self._configured), (self._file_salt, self._filed)):
             which = matching(hash_key(salt, token), [digest for digest, _ in known])
@@ -85,7 +85,7 @@ class Keyring:
 
     def of_owner(self, owner: str) -> Key | None:
         """Return the owner's key; None if it was revoked or is unknown."""
-        self._look_again()
+        self._reload_if_changed()
         return self._of_owner.get(owner)
 
     def known(self) -> list[Key]:
@@ -111,7 +111,7 @@ class Keyring:
             for key in file.active()
         ]
 
-    def _look_again(self) -> None:
+    def _reload_if_changed(self) -> None:
         if self._path is None or self._clock.now_s() < self._look_s:
             return
         self._look_s = self._clock.now_s() + RELOAD_S

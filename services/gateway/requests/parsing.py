@@ -38,7 +38,7 @@ from cohort.services.gateway.http.service_headers import (
 from cohort.services.gateway.requests.model_card import ModelCard, Served
 from cohort.services.gateway.requests.prompt_field import prompts
 from cohort.services.gateway.requests.tools import ToolFormat, ToolUse, prompted, read_calls, tool_use
-from cohort.services.gateway.text.grammar_process import GrammarKind, Wanted
+from cohort.services.gateway.text.grammar_process import GrammarKind, GrammarSpec
 
 # OpenAI's default for completions; chat completions may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
@@ -80,7 +80,7 @@ class Call:
     """Whether the answer repeats the prompt, with its log-probabilities if there are any."""
     shows_logprobs: bool = False
     """Whether the client gets `sampling`'s log-probabilities; else they only rank choices."""
-    kept: int = 1
+    returned_choices: int = 1
     """Number of the likeliest of each prompt's `n` choices that the client gets."""
     prompt_logprobs: int = -1
     """Number of log-probabilities for each prompt token, beside the answer; as `SamplingParams.logprobs`."""
@@ -89,7 +89,7 @@ class Call:
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    wanted: Wanted | None = None
+    grammar_spec: GrammarSpec | None = None
     """The grammar that the answer is bound to, as the client wrote it."""
     tools: ToolUse | None = None
     adapter: str = ""
@@ -298,7 +298,7 @@ def _call(
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _class_and_slo(wishes, headers, config)
-    wanted = _wanted(body, own.tools)
+    wanted = _grammar_spec(body, own.tools)
     return Call(
         chat=own.chat,
         prompts=own.prompts,
@@ -308,7 +308,7 @@ def _call(
             body, card, min_tokens=min_tokens, logprobs=own.logprobs if n == kept else max(0, own.logprobs)
         ),
         shows_logprobs=own.logprobs >= 0,
-        kept=kept,
+        returned_choices=kept,
         max_tokens=own.max_tokens,
         min_tokens=min_tokens,
         n=n,
@@ -331,7 +331,7 @@ def _call(
         add_special_tokens=own.add_special_tokens,
         add_generation_prompt=own.add_generation_prompt,
         template_variables=own.template_variables,
-        wanted=wanted,
+        grammar_spec=wanted,
         tools=own.tools,
         adapter=card.adapter_of(body.model),
     )
@@ -348,17 +348,17 @@ def _best_of(best_of: int, n: int, *, chat: bool, stream: bool) -> int:
     return best_of
 
 
-def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | None:
-    wanted = wanted_structure(body)
+def _grammar_spec(body: CompletionBody | ChatBody, tools: ToolUse | None) -> GrammarSpec | None:
+    wanted = grammar_spec_of(body)
     if wanted is not None and tools is not None:
         raise RequestError(
             f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
         )
-    if tools is None or tools.wanted is None:
+    if tools is None or tools.grammar_spec is None:
         return wanted
     if body.ignore_eos:
         raise _refused("ignore_eos", "an answer that must be calls ends with them")
-    return tools.wanted
+    return tools.grammar_spec
 
 
 def _sampling(body: CompletionBody | ChatBody, card: ModelCard, *, min_tokens: int, logprobs: int) -> SamplingParams:
@@ -542,7 +542,7 @@ def _refused(param: str, reason: str) -> RequestError:
     return RequestError(f"{param}: {reason}.", param=param)
 
 
-def wanted_structure(body: GeneratingBody) -> Wanted | None:
+def grammar_spec_of(body: GeneratingBody) -> GrammarSpec | None:
     """Return the structure asked for. Raises `RequestError`, also for more than one."""
     found = [*_of_response_format(body.response_format), *_of_structured_outputs(body.structured_outputs)]
     found += _of_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
@@ -558,14 +558,14 @@ def wanted_structure(body: GeneratingBody) -> Wanted | None:
     return found[0] if found else None
 
 
-def _of_response_format(wish: ResponseFormat | None) -> list[Wanted]:
+def _of_response_format(wish: ResponseFormat | None) -> list[GrammarSpec]:
     if wish is None:
         return []
     match wish.type:
         case "text":
             return []
         case "json_object":
-            return [Wanted("json_schema", {"type": "object"}, "response_format")]
+            return [GrammarSpec("json_schema", {"type": "object"}, "response_format")]
         case "json_schema":
             if wish.json_schema is None or wish.json_schema.schema is None:
                 raise RequestError(
@@ -579,7 +579,7 @@ def _of_response_format(wish: ResponseFormat | None) -> list[Wanted]:
             )
 
 
-def _of_structured_outputs(wish: StructuredOutputs | None) -> list[Wanted]:
+def _of_structured_outputs(wish: StructuredOutputs | None) -> list[GrammarSpec]:
     if wish is None:
         return []
     for name in ("structural_tag", "whitespace_pattern"):
@@ -587,7 +587,7 @@ def _of_structured_outputs(wish: StructuredOutputs | None) -> list[Wanted]:
             raise RequestError(f"structured_outputs.{name}: not supported.", param=f"structured_outputs.{name}")
     found = _of_parts("structured_outputs.", wish.json, wish.regex, wish.choice, wish.grammar)
     if wish.json_object:
-        found.append(Wanted("json_schema", {"type": "object"}, "structured_outputs.json_object"))
+        found.append(GrammarSpec("json_schema", {"type": "object"}, "structured_outputs.json_object"))
     if wish.disable_any_whitespace:
         found = [_without_white_space(each) for each in found]
     return found
@@ -595,13 +595,13 @@ def _of_structured_outputs(wish: StructuredOutputs | None) -> list[Wanted]:
 
 def _of_parts(
     prefix: str, schema: Any, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> list[Wanted]:
+) -> list[GrammarSpec]:
     found = [] if schema is None else [_schema(schema, f"{prefix}json")]
     parts: tuple[tuple[GrammarKind, Any], ...] = (("regex", regex), ("choice", choice), ("grammar", grammar))
-    return found + [Wanted(kind, content, f"{prefix}{kind}") for kind, content in parts if content is not None]
+    return found + [GrammarSpec(kind, content, f"{prefix}{kind}") for kind, content in parts if content is not None]
 
 
-def _schema(schema: Any, param: str) -> Wanted:
+def _schema(schema: Any, param: str) -> GrammarSpec:
     """Read a schema, or its text, as vLLM does."""
     if isinstance(schema, str):
         try:
@@ -610,11 +610,11 @@ def _schema(schema: Any, param: str) -> Wanted:
             raise RequestError(f"{param}: the text is not valid JSON: {error}", param=param) from error
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} must be a JSON schema: an object, true or false.", param=param)
-    return Wanted("json_schema", schema, param)
+    return GrammarSpec("json_schema", schema, param)
 
 
-def _without_white_space(wanted: Wanted) -> Wanted:
+def _without_white_space(wanted: GrammarSpec) -> GrammarSpec:
     if wanted.kind != "json_schema" or not isinstance(wanted.content, dict):
         return wanted
     compact = {"whitespace_flexible": False}
-    return Wanted("json_schema", {"x-guidance": compact, **wanted.content}, wanted.param)
+    return GrammarSpec("json_schema", {"x-guidance": compact, **wanted.content}, wanted.param)

@@ -21,7 +21,7 @@ from cohort.common import grammar
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
 from cohort.services.gateway.http.bodies import ChatBody, NamedToolChoice, Tool
-from cohort.services.gateway.text.grammar_process import Wanted
+from cohort.services.gateway.text.grammar_process import GrammarSpec
 
 Family = Literal["hermes", "llama3", "mistral"]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -85,12 +85,13 @@ def _with_ids(format_: ToolFormat, token_id: Callable[[str], int | None]) -> Too
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of one request: `prompt` as the template gets them, `wanted` the calls that the answer is bound to."""
+    """Tools of one request: `prompt` as the template gets them, `grammar_spec` the calls that the answer is bound
+    to."""
 
     format: ToolFormat
     prompt: tuple[dict[str, Any], ...]
     parallel: bool
-    wanted: Wanted | None
+    grammar_spec: GrammarSpec | None
 
 
 def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
@@ -130,7 +131,7 @@ def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
                 f"tool_choice: {str(other)[:100]!r} is none of 'auto', 'required', 'none' and a function.",
                 param="tool_choice",
             )
-    wanted = Wanted("lark", calls_grammar(format_, callable_, parallel=parallel), "tools") if callable_ else None
+    wanted = GrammarSpec("lark", calls_grammar(format_, callable_, parallel=parallel), "tools") if callable_ else None
     return ToolUse(format_, tuple(as_prompted(tool) for tool in tools), parallel, wanted)
 
 

@@ -17,7 +17,7 @@ import structlog
 from cohort.common.errors import CohortError
 from cohort.common.sqlite_file import OnThread
 from cohort.services.gateway.generation.delta import Delta
-from cohort.services.gateway.resume.resume_session import Tape
+from cohort.services.gateway.resume.resume_session import ResumeLog
 from cohort.services.gateway.resume.resume_store import ResumeStore, encoded
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Journal:
         self._holder = holder
         self._lost = lost
         self._log = log
-        self._changed: dict[str, Tape] = {}
+        self._changed: dict[str, ResumeLog] = {}
         self._owed: dict[str, list[Delta]] = {}
         """Deltas that clients have seen although the disk refused them; they are written before anything later."""
         self._writing: asyncio.Task[None] | None = None
@@ -54,7 +54,7 @@ class Journal:
         except CohortError as error:
             raise sqlite3.OperationalError(str(error)) from error
 
-    def changed(self, token: str, tape: Tape) -> None:
+    def changed(self, token: str, tape: ResumeLog) -> None:
         """Note that the tape has something to write."""
         self._changed[token] = tape
         if self._writing is None:

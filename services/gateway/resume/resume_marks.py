@@ -166,7 +166,7 @@ class NumberedWriter:
         return unseen
 
 
-class BehindPlace(Outlet):
+class AfterPlace(Outlet):
     """Filter that renders what precedes a client's place without sending it, and passes on the rest."""
 
     def __init__(self, answering: Answering, place: Place) -> None:
@@ -234,7 +234,7 @@ def read_on(
         raise _foreign()
     else:
         if any(seen.tokens) or seen.ended:
-            answering.outlet = BehindPlace(answering, seen)
+            answering.outlet = AfterPlace(answering, seen)
         writer = MarkedWriter(writer, answering, seen)
     for delta in log.values():
         answering.outlet.put(delta)

@@ -20,7 +20,7 @@ from cohort.common.machines.entry import Entry
 from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway.generation.answering import Answering, Outlet
 from cohort.services.gateway.generation.delta import Delta, Taker
-from cohort.services.gateway.generation.generator import Asked, Endpoint
+from cohort.services.gateway.generation.generator import ApiRequest, Endpoint
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.keys.key_lease import Lease
 from cohort.services.gateway.requests.parsing import Call
@@ -32,7 +32,7 @@ Outcome = Literal["done", "left", "dropped", "lost"]
 """End of a session: complete or failed; left to the next gateway; unwanted; taken by another gateway."""
 
 
-class Tape:
+class ResumeLog:
     def __init__(self, *, indexes: Sequence[int] = (), log: dict[int, Delta] | None = None) -> None:
         """`indexes`: choices by their place here; () = all. `log`: an earlier gateway's deltas by choice."""
         self.log: dict[int, Delta] = log or {}
@@ -93,12 +93,12 @@ class Session:
     token: str
     digest: str
     owner: str
-    tape: Tape
+    resume_log: ResumeLog
     answering: Answering
     requests: list[Request]
     lease: Lease | None
     endpoint: Endpoint
-    asked: Asked
+    asked: ApiRequest
     charged_tokens: int | None = None
     """Completion tokens, and with them the prompt, that an earlier gateway charged."""
     gaps: bool = False
@@ -106,7 +106,7 @@ class Session:
     rendered: int = 0
     """Completion tokens of a reader before this one, who may have been further."""
     stored: bool = False
-    told: bool = False
+    token_announced: bool = False
     """Whether the client knows the token."""
     over: bool = False
     unread: asyncio.Task[None] | None = None
@@ -165,7 +165,7 @@ def ended_entry(now_s: float, request: Request, said: Delta | None) -> Entry:
     return Entry(request, now_s, now_s, output=list(said.tokens) if said else [])
 
 
-def tell(answering: Answering, error: RequestError) -> None:
+def fail_reader(answering: Answering, error: RequestError) -> None:
     """End an answer's reader with the error."""
     for index in range(len(answering.choices)):
         answering.outlet.put(Delta(index, error=error))

@@ -69,7 +69,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     beside: bytes = b""
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class StoredDelta(msgspec.Struct, frozen=True, array_like=True):
     """More tokens of one choice, and perhaps its end."""
 
     index: int
@@ -98,7 +98,7 @@ class Taken(msgspec.Struct, frozen=True):
     """Stream that its client asked for again. `charged`: its key has paid for the output so far."""
 
     record: StreamRecord
-    said: dict[int, Delta]
+    stored_deltas: dict[int, Delta]
     ending: Ending | None
     charged: bool
 
@@ -108,7 +108,7 @@ def digest_of(token: str) -> str:
 
 
 def encoded(deltas: Sequence[Delta]) -> bytes:
-    return _encode([Said(delta.index, delta.tokens, delta.logprobs, delta.finish) for delta in deltas])
+    return _encode([StoredDelta(delta.index, delta.tokens, delta.logprobs, delta.finish) for delta in deltas])
 
 
 class ResumeStore:
@@ -161,10 +161,10 @@ class ResumeStore:
                     (data, token, holder),
                 )
                 if written.rowcount != 1:
-                    lost[token] = self._elsewhere(token, holder)
+                    lost[token] = self._has_other_holder(token, holder)
         return lost
 
-    def _elsewhere(self, token: str, holder: str) -> bool:
+    def _has_other_holder(self, token: str, holder: str) -> bool:
         row = self._db.execute(
             "SELECT 1 FROM streams WHERE token = ? AND holder != ? AND state != 'gone'", (token, holder)
         ).fetchone()
@@ -177,7 +177,7 @@ class ResumeStore:
             "WHERE token = ? AND holder = ? AND state = 'open'",
             (_encode(ending), expires_s, token, holder),
         )
-        return not self._elsewhere(token, holder)
+        return not self._has_other_holder(token, holder)
 
     def leave(self, token: str, holder: str, expires_s: float) -> bool:
         """Leave a stream open to the next gateway that is asked. Its output so far is charged."""
@@ -186,7 +186,7 @@ class ResumeStore:
             "WHERE token = ? AND holder = ? AND state = 'open'",
             (expires_s, token, holder),
         )
-        return left.rowcount == 1 or not self._elsewhere(token, holder)
+        return left.rowcount == 1 or not self._has_other_holder(token, holder)
 
     def drop(self, token: str, holder: str, now_s: float) -> bool:
         """Mark a stream as gone. Return False if another gateway has it."""
@@ -196,7 +196,7 @@ class ResumeStore:
             ).fetchone()
             if held is not None:
                 self._empty(token, now_s)
-        return not self._elsewhere(token, holder)
+        return not self._has_other_holder(token, holder)
 
     def refresh(self, tokens: Sequence[str], holder: str, expires_s: float) -> None:
         """Extend the expiry of open streams that `holder` generates."""
@@ -242,7 +242,7 @@ class ResumeStore:
             rows = self._db.execute("SELECT data FROM said WHERE token = ? ORDER BY number", (token,)).fetchall()
         said: dict[int, Delta] = {}
         for (data,) in rows:
-            for each in _decode_said(data):
+            for each in _decode_deltas(data):
                 later = Delta(each.index, each.tokens, each.logprobs, each.finish)
                 said.setdefault(each.index, Delta(each.index)).merge(later)
         return Taken(_decode_record(record), said, None if ending is None else _decode_ending(ending), bool(charged))
@@ -268,5 +268,5 @@ class ResumeStore:
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_record = msgspec.msgpack.Decoder(StreamRecord).decode
-_decode_said = msgspec.msgpack.Decoder(list[Said]).decode
+_decode_deltas = msgspec.msgpack.Decoder(list[StoredDelta]).decode
 _decode_ending = msgspec.msgpack.Decoder(Ending).decode

@@ -29,7 +29,7 @@ from cohort.common.types import TrafficClass
 from cohort.services.gateway import bounds
 from cohort.services.gateway.generation.answering import Answering, Nowhere, Writer
 from cohort.services.gateway.generation.delta import GatewayTimes, Generation
-from cohort.services.gateway.generation.generator import Asked, Endpoint, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Endpoint, Generator
 from cohort.services.gateway.http.service_headers import (
     CLASS_HEADER,
     IF_LATE_HEADER,
@@ -45,15 +45,15 @@ from cohort.services.gateway.resume.resume_journal import DISK_ERRORS, Journal
 from cohort.services.gateway.resume.resume_marks import Place, read_on, seen_of
 from cohort.services.gateway.resume.resume_session import (
     Outcome,
+    ResumeLog,
     Session,
-    Tape,
     cancelled,
     ended_entry,
+    fail_reader,
     most_output_bytes,
     refuse_unkeepable,
     resubmitted,
     taken_over,
-    tell,
     unknown,
 )
 from cohort.services.gateway.resume.resume_store import Ending, StreamRecord, Taken, digest_of
@@ -101,7 +101,7 @@ class Resumption:
         return await self._read(request, session, session.answering, writer)
 
     async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[Session, Writer]:
-        tape, token = Tape(), secrets.token_urlsafe(16)
+        tape, token = ResumeLog(), secrets.token_urlsafe(16)
         async with self._generator.arriving(request) as body:
             asked = await endpoint.read(body.data, request.headers, body.caller.owner)
             refuse_unkeepable(request.headers[RESUME_HEADER], asked.call)
@@ -126,7 +126,7 @@ class Resumption:
     def _hold(self, session: Session) -> None:
         if session.lease is not None:
             session.lease.hold()
-            session.lease.answered_instead_by(session.used)
+            session.lease.replace_usage_source(session.used)
 
     async def _store(self, session: Session, body: bytes, headers: Mapping[str, str]) -> bool:
         """Store a new stream. Return False if there is no space or the disk refuses: then it cannot be resumed."""
@@ -140,7 +140,7 @@ class Resumption:
             answering.created_s,
             self._model,
             session.endpoint.kind,
-            session.asked.beside(),
+            session.asked.extra(),
         )
         try:
             await self._sweep()
@@ -162,9 +162,9 @@ class Resumption:
 
     def _written(self, session: Session) -> None:
         if session.stored:
-            self._journal.changed(session.digest, session.tape)
+            self._journal.changed(session.digest, session.resume_log)
         else:
-            session.tape.written(session.tape.take_unwritten())
+            session.resume_log.written(session.resume_log.take_unwritten())
 
     async def _read(
         self, request: web.Request, session: Session, answering: Answering, writer: Writer
@@ -175,7 +175,7 @@ class Resumption:
             sending = answering.outlet.run(answering, writer, events, endpoint.quiet_s)
             return await events.carry(sending, writer.failed)
         finally:
-            session.told = session.told or events.started
+            session.token_announced = session.token_announced or events.started
             self._left(session, answering)
 
     def _stream_to(self, endpoint: Endpoint, request: web.Request, token: str) -> EventStream:
@@ -185,24 +185,24 @@ class Resumption:
         """Handle the end of a reader."""
         if session.over or session.answering is not answering:
             return
-        if len(answering.ended) == len(answering.choices) and session.asked.kept is not None:
+        if len(answering.ended) == len(answering.choices) and session.asked.stored is not None:
             self._end(session, "done")
-        elif session.tape.error is not None:
+        elif session.resume_log.error is not None:
             # What another gateway may finish is left to it; any other error stays what the stream ended with.
-            again = session.tape.error.status == 503
-            self._end(session, ("left" if again else "done") if session.told else "dropped")
-        elif not (session.stored and session.told):
+            again = session.resume_log.error.status == 503
+            self._end(session, ("left" if again else "done") if session.token_announced else "dropped")
+        elif not (session.stored and session.token_announced):
             self._end(session, "dropped")
         else:
-            self._keep(session)
+            self._read_unattended(session)
 
-    def _keep(self, session: Session) -> None:
+    def _read_unattended(self, session: Session) -> None:
         """Keep a stream whose client left going for a while, without a reader."""
         answering, writer = self._another(session, seen_of(session.endpoint.kind, "", len(session.requests)))
-        session.unread = asyncio.create_task(self._read_to_nowhere(session, answering, writer), name="unread stream")
+        session.unread = asyncio.create_task(self._drain(session, answering, writer), name="unread stream")
         session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
 
-    async def _read_to_nowhere(self, session: Session, answering: Answering, writer: Writer) -> None:
+    async def _drain(self, session: Session, answering: Answering, writer: Writer) -> None:
         try:
             await answering.outlet.run(answering, writer, Nowhere())
         except RequestError:
@@ -216,7 +216,7 @@ class Resumption:
 
     def _another(self, session: Session, seen: Place | int) -> tuple[Answering, Writer]:
         """Return an answer for another reader; the old one fails. A 400 `RequestError` changes nothing."""
-        old, tape = session.answering, session.tape
+        old, tape = session.answering, session.resume_log
         answering = self._generator.unrendered(
             old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
         )
@@ -228,7 +228,7 @@ class Resumption:
             session.unread.cancel()
             session.unread = None
         session.answering = answering
-        tell(old, taken_over())
+        fail_reader(old, taken_over())
         tape.reader = answering.outlet
         return answering, writer
 
@@ -265,8 +265,8 @@ class Resumption:
         match outcome:
             case "done":
                 cached = [entry.cached_tokens for entry in session.answering.generation.entries]
-                ending = Ending(cached, completed_at=session.asked.completed_at, kept=bool(session.asked.kept))
-                if (error := session.tape.error) is not None:
+                ending = Ending(cached, completed_at=session.asked.completed_at, kept=bool(session.asked.stored))
+                if (error := session.resume_log.error) is not None:
                     ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, until_s))
             case "left":
@@ -282,7 +282,7 @@ class Resumption:
         """End a session that another gateway continues (`elsewhere`), or that its client cancelled there."""
         session = self._sessions.get(digest)
         if session is not None:
-            tell(session.answering, taken_over() if elsewhere else cancelled())
+            fail_reader(session.answering, taken_over() if elsewhere else cancelled())
             self._end(session, "lost" if elsewhere else "dropped")
 
     def _until_s(self) -> float:
@@ -335,7 +335,7 @@ class Resumption:
                     answering, writer = self._another(session, place)
                 except RequestError:
                     if taken is not None:
-                        self._keep(session)
+                        self._read_unattended(session)
                     raise
         if session is not None:
             return await self._read(request, session, answering, writer)
@@ -345,13 +345,13 @@ class Resumption:
         finally:
             answering.reserved.release()
 
-    async def _asked_again(self, taken: Taken, owner: str) -> tuple[Endpoint, Asked]:
+    async def _asked_again(self, taken: Taken, owner: str) -> tuple[Endpoint, ApiRequest]:
         """Parse a stored request again. Raises `RequestError`."""
         record, ending = taken.record, taken.ending
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
         asked = await endpoint.read(record.body, record.headers, owner, record.beside)
         if ending is not None:
-            asked.completed_at, asked.kept = ending.completed_at, ending.kept
+            asked.completed_at, asked.stored = ending.completed_at, ending.kept
         self._generator.budget.check(asked.call)
         return endpoint, asked
 
@@ -360,9 +360,9 @@ class Resumption:
         digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
         session = self._sessions.get(digest)
         if session is not None and session.owner == owner:
-            tell(session.answering, cancelled())
+            fail_reader(session.answering, cancelled())
             self._end(session, "dropped")
-        elif not self._config.resume_s or not await self._asked(
+        elif not self._config.resume_s or not await self._or_unavailable(
             self._journal.run(lambda store: store.cancel(digest, owner, now_s))
         ):
             raise unknown()
@@ -372,7 +372,7 @@ class Resumption:
         if not self._config.resume_s:
             raise unknown()
         until_s, now_s = self._until_s(), self._clock.wall_s()
-        taken = await self._asked(
+        taken = await self._or_unavailable(
             self._journal.run(lambda store: store.take(digest, owner, self._holder, now_s=now_s, expires_s=until_s))
         )
         if taken == "gone":
@@ -385,7 +385,7 @@ class Resumption:
             raise unknown()
         return taken
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
+    async def _or_unavailable(self, answer: Awaitable[T]) -> T:
         try:
             return await answer
         except DISK_ERRORS as error:
@@ -397,10 +397,12 @@ class Resumption:
                 retry_after_s=1.0,
             ) from error
 
-    def _ended(self, asked: Asked, taken: Taken, ending: Ending, place: Place | int) -> tuple[Answering, Writer]:
+    def _ended(self, asked: ApiRequest, taken: Taken, ending: Ending, place: Place | int) -> tuple[Answering, Writer]:
         """Return the answer to a stream that is complete."""
         record, call, now_s = taken.record, asked.call, self._clock.now_s()
-        entries = [ended_entry(now_s, request, taken.said.get(index)) for index, request in enumerate(record.requests)]
+        entries = [
+            ended_entry(now_s, request, taken.stored_deltas.get(index)) for index, request in enumerate(record.requests)
+        ]
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
             entry.cached_tokens = cached
         generation = Generation(GatewayTimes(arrived_s=now_s), entries)
@@ -412,15 +414,15 @@ class Resumption:
             answering = self._generator.unrendered(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
-            writer = read_on(answering, asked.writer(answering), taken.said, place)
+            writer = read_on(answering, asked.writer(answering), taken.stored_deltas, place)
         except BaseException:
             reserved.release()
             raise
         if ending.error is not None:
-            tell(answering, ending.error)
+            fail_reader(answering, ending.error)
         return answering, writer
 
-    def _go_on(self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str) -> Session:
+    def _go_on(self, endpoint: Endpoint, asked: ApiRequest, taken: Taken, token: str, owner: str) -> Session:
         """Submit again what has not ended, after its output. Raises as a new request does; the client may retry."""
         lease = self._lease_of(owner, asked.call.traffic_class)
         try:
@@ -431,9 +433,9 @@ class Resumption:
             raise
 
     def _offered(
-        self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str, lease: Lease | None
+        self, endpoint: Endpoint, asked: ApiRequest, taken: Taken, token: str, owner: str, lease: Lease | None
     ) -> Session:
-        record, said, call = taken.record, taken.said, asked.call
+        record, said, call = taken.record, taken.stored_deltas, asked.call
         requests = record.requests
         left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
         name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
@@ -445,8 +447,8 @@ class Resumption:
             [request.sampling.max_tokens for request in first],
             lease,
         )
-        tape = Tape(indexes=left, log=said)
-        times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.judged)
+        tape = ResumeLog(indexes=left, log=said)
+        times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.on_judged)
         try:
             offer = Offered(
                 name,
@@ -468,7 +470,7 @@ class Resumption:
         answering = self._generator.unrendered(call, requests, generation, record.base_id, record.created_s, reserved)
         charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
         session = Session(token, digest_of(token), owner, tape, answering, requests, lease, endpoint, asked, charged)
-        session.stored = session.told = session.gaps = True
+        session.stored = session.token_announced = session.gaps = True
         self._hold(session)
         self._sessions[session.digest] = session
         self._log.info("stream goes on here", tokens=sum(len(delta.tokens) for delta in said.values()))

@@ -79,7 +79,7 @@ class BoundedProcess:
         self._module = module
         self._broken = broken
         self._limits = limits
-        self._hello = msgspec.json.encode(
+        self._setup = msgspec.json.encode(
             {
                 "about": about,
                 "cpu_s": limits.cpu_s,
@@ -101,17 +101,17 @@ class BoundedProcess:
             except Ended as ended:
                 raise ModelError(f"{self._broken}: {self._why(ended)}") from None
 
-    def ask(self, question: bytes) -> tuple[bytes, bytes]:
+    def call(self, question: bytes) -> tuple[bytes, bytes]:
         """Return the answer; blocks. Raises `Ended`, or `ModelError` if the process cannot start. After a kill from
         outside the question is asked once more."""
         with self._lock:
             try:
                 try:
-                    return self._ask(self._running(), _QUESTION, question, self._limits.cpu_s)
+                    return self._call(self._running(), _QUESTION, question, self._limits.cpu_s)
                 except Ended as ended:
                     if ended.status not in _FROM_OUTSIDE:
                         raise
-                return self._ask(self._running(), _QUESTION, question, self._limits.cpu_s)
+                return self._call(self._running(), _QUESTION, question, self._limits.cpu_s)
             except Ended as ended:
                 ended.why = self._why(ended)
                 raise
@@ -132,12 +132,12 @@ class BoundedProcess:
         )
         self._ending = weakref.finalize(self, _end, process)
         self._process = process
-        kind, answer = self._ask(process, _HELLO, self._hello, self._limits.start_cpu_s, more_s=_START_S)
+        kind, answer = self._call(process, _HELLO, self._setup, self._limits.start_cpu_s, more_s=_START_S)
         if kind == _BROKEN:
             raise ModelError(f"{self._broken}: {answer.decode()}")
         return process
 
-    def _ask(
+    def _call(
         self, process: subprocess.Popen[bytes], kind: bytes, data: bytes, cpu_s: float, more_s: float = 0.0
     ) -> tuple[bytes, bytes]:
         deadline_s = time.monotonic() + max(1.0, _WAIT_FACTOR * cpu_s) + more_s

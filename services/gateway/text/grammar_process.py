@@ -43,7 +43,7 @@ _START_CPU_S = 20.0
 _STACK_BYTES = 1 << 20
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class GrammarSpec(msgspec.Struct, frozen=True):
     """Structure of an answer as the client wrote it, and its field (`param`). `lark` is the gateway's own."""
 
     kind: GrammarKind
@@ -58,7 +58,7 @@ class GrammarCompiler:
         self._process = BoundedProcess(__name__, about, limits, "Structured output is not possible with this model")
         self._passed: OrderedDict[bytes, str] = OrderedDict()
 
-    async def compile(self, wanted: Wanted) -> str:
+    async def compile(self, wanted: GrammarSpec) -> str:
         """Return the grammar's text for workers. Raises `RequestError`."""
         question = msgspec.json.encode((wanted.kind, wanted.content))
         if len(question) > (most := bounds.BOUNDS.grammar_bytes):
@@ -71,7 +71,7 @@ class GrammarCompiler:
             return known
         loop = asyncio.get_running_loop()
         try:
-            kind, answer = await loop.run_in_executor(self._process.executor, self._process.ask, question)
+            kind, answer = await loop.run_in_executor(self._process.executor, self._process.call, question)
         except Ended as ended:
             raise RequestError(
                 f"{wanted.param}: the grammar was given up: {ended.why}.",

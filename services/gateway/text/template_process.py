@@ -80,7 +80,7 @@ class ChatRenderer:
 
 def _rendered_by(process: BoundedProcess, data: bytes) -> str:
     try:
-        kind, answer = process.ask(data)
+        kind, answer = process.call(data)
     except Ended as ended:
         status = 503 if ended.status is None else 400
         raise RequestError(

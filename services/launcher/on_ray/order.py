@@ -28,13 +28,13 @@ class Order(msgspec.Struct, frozen=True):
     port: int
     key: str = ""
     environment: dict[str, str] = {}
-    newcomer: bool = False
+    joins_running: bool = False
     """Whether it joins others, whose memory it must not take."""
-    desk: str = ""
+    orders_socket: str = ""
     """Launcher's socket for the monitor's orders, on the node that both share; "" if the planner does not act."""
 
 
-class Briefing(msgspec.Struct, frozen=True):
+class SharedConfig(msgspec.Struct, frozen=True):
     """Addresses, and the YAML of the configuration with the present workers. Sent to all processes, again after each
     change; the highest `edition` is valid."""
 
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True):
     ready_url: str
 
 
-class News(msgspec.Struct, frozen=True):
+class AgentState(msgspec.Struct, frozen=True):
     """Update on the process of an agent: its exit `code`, once it has ended. `log` are bytes of its log from the
     requested offset on, `log_end` where they end; `skipped` bytes before them were left out."""
 

@@ -40,13 +40,13 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as Ray counts it: totals, not what is free now. `home`: the launcher runs there."""
+    """A node as Ray counts it: totals, not what is free now. `is_launcher_node`: the launcher runs there."""
 
     node_id: str
     ip: str
     cpus: float
     gpus: float = 0.0
-    home: bool = False
+    is_launcher_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Placement:
     bundle: Mapping[str, float]
     spread: bool = False
     """Whether it goes on another node than other spread processes of its folder, as far as there are enough nodes."""
-    newcomer: bool = False
+    added: bool = False
     """Whether it joins a running pipeline, which goes on without it if it cannot be had."""
 
 
 def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes of `--gateways N|all`, the launcher's first. Raises `ConfigError`."""
-    ordered = sorted(nodes, key=lambda node: not node.home)
+    ordered = sorted(nodes, key=lambda node: not node.is_launcher_node)
     if asked == "all":
         return ordered
     if not asked.isdecimal() or int(asked) < 1:
@@ -97,7 +97,7 @@ def place(
 ) -> list[Placement]:
     """Return a placement for every process of the plan, the gateway's once for each of its nodes. Raises `ConfigError`
     for processes that the cluster could not take even if it were empty."""
-    home = next((node for node in nodes if node.home), None)
+    home = next((node for node in nodes if node.is_launcher_node), None)
     at_home = home is not None and home.cpus + _TOLERANCE >= sum(SERVICE_CPUS.values())
     placements = []
     for plan in plans:
@@ -126,9 +126,9 @@ def _bound(plan: ProcessPlan, node: Node) -> Placement:
     return Placement(plan, {**share, f"node:{node.ip}": _NODE_SHARE})
 
 
-def newcomer(config: Config, plan: ProcessPlan) -> Placement:
+def added_worker(config: Config, plan: ProcessPlan) -> Placement:
     """Return the placement of a worker of `config` that comes while the others run."""
-    return Placement(plan, worker_bundle(config, plan.instance), newcomer=True)
+    return Placement(plan, worker_bundle(config, plan.instance), added=True)
 
 
 def worker_bundle(config: Config, instance: str) -> dict[str, float]:
@@ -143,12 +143,12 @@ def worker_bundle(config: Config, instance: str) -> dict[str, float]:
 def check_possible(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
     """Raise `ConfigError` if none of the nodes, given by their totals, could take the bundle if it were empty."""
     if not any(_takes(have, bundle) for have in nodes):
-        raise ConfigError(f"no node of the Ray cluster has {said(bundle)}")
+        raise ConfigError(f"no node of the Ray cluster has {describe_bundle(bundle)}")
 
 
 def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple[str, Mapping[str, float]]]:
     """Return what `place` will request, near enough to choose a number of threads by."""
-    home = next((node for node in nodes if node.home and node.cpus > 0), None)
+    home = next((node for node in nodes if node.is_launcher_node and node.cpus > 0), None)
     services = sum(SERVICE_CPUS.values())
     bound = {f"node:{home.ip}": _NODE_SHARE} if home is not None and home.cpus >= services else {}
     demands: list[tuple[str, Mapping[str, float]]] = [("the services", {"CPU": services, **bound})]
@@ -164,7 +164,7 @@ def _left_over(
     """Return demands that find no node, when bound and large ones choose first, each the node with most left."""
     free = [
         {"CPU": node.cpus, "GPU": node.gpus, f"node:{node.ip}": 1.0}
-        for node in sorted(nodes, key=lambda node: node.home)
+        for node in sorted(nodes, key=lambda node: node.is_launcher_node)
     ]
     order = sorted(
         demands, key=lambda each: (-len(_binding(each[1])), -each[1].get("GPU", 0.0), -each[1].get("CPU", 0.0))
@@ -194,12 +194,12 @@ def _with(group: WorkerGroup, threads: int) -> WorkerGroup:
 
 
 def _too_small(missing: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequence[Node]) -> ConfigError:
-    wanted = "; ".join(f"{name} wants {said(bundle)}" for name, bundle in missing)
+    wanted = "; ".join(f"{name} wants {describe_bundle(bundle)}" for name, bundle in missing)
     has = ", ".join(f"{node.ip}: {node.cpus:g} CPUs" + (f", {node.gpus:g} GPUs" if node.gpus else "") for node in nodes)
     return ConfigError(f"the Ray cluster is too small: {wanted}, beside what the others take; its nodes: {has}")
 
 
-def said(bundle: Mapping[str, float]) -> str:
+def describe_bundle(bundle: Mapping[str, float]) -> str:
     """Format a bundle: 2 CPUs, 1 GPU on 10.0.0.7."""
     words = [f"{bundle[kind]:g} {kind}{'s' if bundle[kind] != 1 else ''}" for kind in ("CPU", "GPU") if kind in bundle]
     where = [kind.removeprefix("node:") for kind in _binding(bundle)]

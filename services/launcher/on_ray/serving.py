@@ -47,7 +47,7 @@ class RayPipeline:
             plan = placement.plan
             passed = passed_environment(self.config.gateway.api_keys, os.environ) if plan.folder == "gateway" else {}
             orders_at = desk if plan.instance == MONITOR else ""
-            return Order(plan, self.config.gateway.port, key, passed, placement.newcomer, orders_at)
+            return Order(plan, self.config.gateway.port, key, passed, placement.added, orders_at)
 
         return Actors(self.cluster.ray, pipeline, self.placements, order_of, self.config)
 

@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class ChildGone(CohortError):
+class LauncherGone(CohortError):
     """The launcher was gone before its process began."""
 
 
@@ -94,6 +94,6 @@ def _die_with(launcher_pid: int) -> Callable[[], None]:
     def set_parent_death_signal() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != launcher_pid:
-            raise ChildGone
+            raise LauncherGone
 
     return set_parent_death_signal

@@ -26,7 +26,7 @@ _MODULE = "cohort.services.launcher.processes.template"
 _KILLED = -int(signal.SIGKILL)
 
 
-class TemplateGone(OSError):
+class TemplateLost(OSError):
     """End of the template, or no answer from it."""
 
 
@@ -85,7 +85,7 @@ class Template:
         self._serial = 0
         self._forking: dict[int, asyncio.Future[Fork]] = {}
         self._forks: dict[int, Fork] = {}
-        asyncio.get_running_loop().add_reader(self._orders, self._hear)
+        asyncio.get_running_loop().add_reader(self._orders, self._read_exits)
 
     @property
     def forks(self) -> int:
@@ -93,12 +93,12 @@ class Template:
         return len(self._forks)
 
     async def fork(self, module: str, arguments: Sequence[str], log_file: Path) -> Fork:
-        """Fork a worker that runs `module`. Raises `TemplateGone`."""
+        """Fork a worker that runs `module`. Raises `TemplateLost`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 await self._ready.wait()
         if self._gone or not self._ready.is_set():
-            raise TemplateGone("the template of the workers does not run")
+            raise TemplateLost("the template of the workers does not run")
         self._serial += 1
         order = {"order": self._serial, "module": module, "arguments": list(arguments), "template": self._process.pid}
         born: asyncio.Future[Fork] = asyncio.get_running_loop().create_future()
@@ -111,7 +111,7 @@ class Template:
         """Kill the template and all that it has forked."""
         self._process.kill()
 
-    def _hear(self) -> None:
+    def _read_exits(self) -> None:
         try:
             data = self._orders.recv(LARGEST_ORDER_BYTES)
         except BlockingIOError:
@@ -140,7 +140,7 @@ class Template:
         for fork in self._forks.values():
             fork.ended(_KILLED)
         for born in self._forking.values():
-            born.set_exception(TemplateGone("the template of the workers has ended"))
+            born.set_exception(TemplateLost("the template of the workers has ended"))
         self._forks.clear()
         self._forking.clear()
 

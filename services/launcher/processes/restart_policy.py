@@ -21,7 +21,7 @@ from dataclasses import dataclass
 SECOND_DELAY_S = 0.2
 """The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
-RELIEVED_DELAY_S = 0.5
+REPLACED_DELAY_S = 0.5
 """Pause while the worker that takes over computes prompts again: a start takes the cores for seconds."""
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
@@ -74,7 +74,7 @@ class RestartPolicy:
         self._ready_since_s = None
         if exit_code == EXIT_NO_DEVICE:
             return Restart(NO_DEVICE_DELAY_S, f"{reason}: every share of every GPU is taken")
-        return Restart(max(delay_s, RELIEVED_DELAY_S) if relieved else delay_s, reason)
+        return Restart(max(delay_s, REPLACED_DELAY_S) if relieved else delay_s, reason)
 
 
 def exit_reason(exit_code: int) -> str:

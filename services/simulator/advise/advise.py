@@ -184,7 +184,7 @@ def advise(
         count = len(traffic.workload(options.rate).items)
         firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_LOOK * count)))
         candidates = shortlist([first.candidate for first in firsts])
-    trials = told_apart(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
+    trials = distinct(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
     if not trials:
         raise ConfigError(_nothing_runs(run.impossible))
     start = options.rate or traffic.own_rate_per_s or trials[0].report.overall.requests_per_s
@@ -285,7 +285,7 @@ def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
     return found if default is None or default in found else [*found, default]
 
 
-def told_apart(trials: Sequence[Tried]) -> list[Tried]:
+def distinct(trials: Sequence[Tried]) -> list[Tried]:
     """Return the trials without those whose settings change nothing: their preset ignores them."""
     plain = [(candidate, report.overall) for candidate, report in trials if not candidate.settings]
     return [

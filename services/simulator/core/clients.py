@@ -111,9 +111,9 @@ class TraceClients:
         max_model_len: int,
         distinct_prompts: bool,
         acceptance: Acceptance,
-        asks_model: bool,
+        uses_draft_model: bool,
     ) -> None:
-        """`acceptance`: of drafts. `asks_model`: a model makes the drafts, on request."""
+        """`acceptance`: of drafts. `uses_draft_model`: a model makes the drafts, on request."""
         self.classes: defaultdict[str, ClassStats] = defaultdict(ClassStats)
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
@@ -129,7 +129,7 @@ class TraceClients:
         self._if_late = options.if_late
         self._random = Random(options.seed)
         self._acceptance = acceptance
-        self._asks_model = asks_model
+        self._uses_draft_model = uses_draft_model
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
         """Tokens of steps run as one that the gateway has not received yet."""
@@ -196,7 +196,7 @@ class TraceClients:
             if_late=self._if_late if item.slo.ttft_s else "",
             adapter=item.adapter,
         )
-        self._virtual.tell(self._virtual.nodes[GATEWAY], Offered(name, [request]))
+        self._virtual.feed(self._virtual.nodes[GATEWAY], Offered(name, [request]))
 
     def _prompt(self, live: InFlight) -> list[int]:
         """Make token ids that are equal exactly where prompts share a prefix; else only their number counts."""
@@ -224,12 +224,12 @@ class TraceClients:
             mean = min(float(cap), max(1.0, mean * math.exp(self._random.gauss(0.0, self._sigma))))
         return Prediction(mean, mean, mean, mean, self._predictor)
 
-    def ask_predictor(self, gateway: Node, message: Message) -> None:
+    def send_to_predictor(self, gateway: Node, message: Message) -> None:
         """Ignore the message: requests bring their predictions, and this predictor learns nothing."""
 
     # -- what the gateway says -------------------------------------------------------------------------------------
 
-    def hear(self, gateway: Node, effect: GatewayEffect) -> None:
+    def on_effect(self, gateway: Node, effect: GatewayEffect) -> None:
         if isinstance(effect, Deliver):  # nearly all of them
             name = effect.entry.attempt.request_id
             live = self.live[name]
@@ -273,13 +273,13 @@ class TraceClients:
         if not self._acceptance or not plan.watched:
             return []
         judged = list[Drafted]()
-        source: DraftSource = "model" if self._asks_model else "lookup"
+        source: DraftSource = "model" if self._uses_draft_model else "lookup"
         for row in plan.rows:
             sequence, live = row.sequence, self.live.get(row.sequence.request_id)
             known = len(sequence.tokens)
             if live is None or row.start + 1 != known or row.count != 1 or sequence.output_tokens < 1:
                 continue
-            if not self._expects(live, row) or (self._asks_model and not row.drafts):
+            if not self._expects(live, row) or (self._uses_draft_model and not row.drafts):
                 continue
             # The answer's last token is the end token, which no draft has.
             left = max(0, live.output_tokens - sequence.output_tokens - 1)
@@ -363,7 +363,7 @@ class TraceClients:
 
     def _deliver_repeated(self, worker: Node, batch: TokenBatch, times_s: list[float]) -> None:
         self._run = run = _Run(times_s, [after - before for before, after in itertools.pairwise(times_s)])
-        self._virtual.tell(self._virtual.nodes[GATEWAY], Received(worker.name, batch))
+        self._virtual.feed(self._virtual.nodes[GATEWAY], Received(worker.name, batch))
         self._run = None
         for group, number in run.rows_of.items():
             histogram = self.classes[group].tbt

@@ -107,7 +107,7 @@ class SimCluster:
         if len(named) > cluster.instances or (len(named) < cluster.instances and not grows):
             raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
         shared = _prompts_are_shared(config, workload)
-        asks_model = config.speculation.mode == "model"
+        uses_draft_model = config.speculation.mode == "model"
         deployment = Deployment(
             config=config,
             options=options,
@@ -118,7 +118,7 @@ class SimCluster:
             roles=named,
             profile=partial(self._profile, longest) if options.profiled else None,
             device_of=partial(_device_of, cluster) if measured else None,
-            draft_price=self._draft_price if asks_model else None,
+            draft_price=self._draft_price if uses_draft_model else None,
             foresee_steps=plans_ahead and cluster.shares,
             placement=placement,
             shared_prompts=shared,
@@ -150,7 +150,7 @@ class SimCluster:
             max_model_len=longest,
             distinct_prompts=shared,
             acceptance=acceptance,
-            asks_model=asks_model,
+            uses_draft_model=uses_draft_model,
         )
         self.engine = CostEngine(self.virtual, self.clients, cluster, self.costs, self.geometry, config, options)
         self.virtual.clients, self.virtual.engine = self.clients, self.engine
@@ -205,14 +205,14 @@ class SimCluster:
     def drain_worker(self, name: InstanceId, longest_s: float, gone: Callable[[], None]) -> None:
         """Drain a worker as a live one: it takes nothing new, and ends when idle, or after `longest_s`."""
         worker = self.virtual.nodes[name]
-        self.virtual.tell(worker, DrainStarted())
+        self.virtual.feed(worker, DrainStarted())
         deadline_s = self.events.now_s + longest_s
 
         def look() -> None:
             if not worker.machine.idle and self.events.now_s < deadline_s:
                 self.events.at(self.events.now_s + _DRAIN_LOOK_S, look)
                 return
-            self.virtual.tell(worker, DrainEnded())
+            self.virtual.feed(worker, DrainEnded())
             self.events.at(self.events.now_s + _DRAIN_LOOK_S, end)  # once its last word has arrived
 
         def end() -> None:

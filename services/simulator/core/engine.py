@@ -3,8 +3,8 @@
 With `jump`, steps that repeat (`FastForward.repeatable`) become one event, up to the next event that disturbs that
 worker. Decisions and times are the same as one by one; a test demands it. On cores or devices that several workers
 share (`Cluster.shares`) a step takes longer the more of them run, and nothing is run ahead. With `plans_ahead` such
-workers plan a step while the one before it runs, at the moment at which live ones do (`StepEnds`): what arrives later
-waits for both. `plan_cost` is a plan in the cost model's numbers: what one iteration computes, draws and copies.
+workers plan a step while the one before it runs, at the moment at which live ones do (`StepEndForecast`): what arrives
+later waits for both. `plan_cost` is a plan in the cost model's numbers: what one iteration computes, draws and copies.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cohort.common.config import Config
 from cohort.common.machines.effects import Send, StartStep
 from cohort.common.machines.events import PlanAhead, Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
 from cohort.common.machines.worker.fast_forward import FastForward
-from cohort.common.machines.worker.plan_ahead import StepEnds
+from cohort.common.machines.worker.plan_ahead import StepEndForecast
 from cohort.common.messages import KvRenew, WorkerReport
 from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.policies.kv_interface import goes_beside
+from cohort.common.policies.kv_interface import can_overlap
 from cohort.common.policies.settings import EngineSettings, settings_of
 from cohort.common.sequence import Phase, Row
 from cohort.common.types import KvGeometry
@@ -78,10 +78,10 @@ class SimWorker(WorkerNode):
     """Number of the step in flight, since the start."""
     slowdown: float = 1.0
     """Factor by which it is slower now than alone, on shared cores."""
-    unsaid_s: list[float] = field(default_factory=list)
+    undelivered_s: list[float] = field(default_factory=list)
     """End times of steps run ahead that were applied and whose tokens the gateway lacks: it gets them with the next
     step's, and no process asks before."""
-    doubtful: bool = False
+    needs_recheck: bool = False
     """Flag: an event that takes blocks is being handled; which steps run ahead still hold is checked afterwards."""
     blocked_s: float = 0.0
     """Time of KV arrivals since the last iteration began, where transfers block."""
@@ -92,8 +92,8 @@ class SimWorker(WorkerNode):
     """Shares of the iteration: the draft model's drafts, and the verifying step. The rest filled that model's KV."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
-    step_ends: StepEnds = field(default_factory=StepEnds)
-    behind: StartStep | None = None
+    step_ends: StepEndForecast = field(default_factory=StepEndForecast)
+    queued_step: StartStep | None = None
     """Step that was planned after the one in flight."""
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class CostEngine:
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
         if step.ahead:
-            worker.behind = step
+            worker.queued_step = step
         else:
             self._begin(worker, step.plan)
 
@@ -180,10 +180,10 @@ class CostEngine:
 
     def _plan_ahead(self, worker: SimWorker, step: int) -> None:
         """Plan what follows the step of this number, if that is still in flight."""
-        if worker.step == step and worker.ends_s and worker.behind is None:
-            self._virtual.tell(worker, PlanAhead([]))
+        if worker.step == step and worker.ends_s and worker.queued_step is None:
+            self._virtual.feed(worker, PlanAhead([]))
 
-    def about_to_tell(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
+    def before_events(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
         worker = _sim(node)
         if len(worker.ends_s) <= 1:
             if isinstance(events[-1], ReportDue):
@@ -197,24 +197,24 @@ class CostEngine:
                 case Tick():  # deadlines are of seconds: one that passes shows in what the machine then does
                     self._catch_up(worker, self._events.now_s)
                 case Received(message=message):
-                    if worker.fast_forward.undisturbed_by(message):
+                    if worker.fast_forward.is_unaffected_by(message):
                         continue
-                    if worker.fast_forward.told_by_state(message):
+                    if worker.fast_forward.shows_in_state(message):
                         self._catch_up(worker, self._events.now_s)
-                        worker.doubtful = True
+                        worker.needs_recheck = True
                     else:
                         self._interrupt(worker)
                 case RunsReceived(lease_id=lease_id, error=None, runs=runs):
-                    if self._blocking_transfers or not worker.fast_forward.undisturbed_by_runs(lease_id, runs):
+                    if self._blocking_transfers or not worker.fast_forward.is_unaffected_by_runs(lease_id, runs):
                         self._interrupt(worker)
                 case _:
                     self._interrupt(worker)
 
-    def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
+    def after_events(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
         """Discard steps run ahead that passed deadlines or taken blocks may have changed."""
         worker = _sim(node)
-        if worker.doubtful:
-            worker.doubtful = False
+        if worker.needs_recheck:
+            worker.needs_recheck = False
             self._shorten(worker)
         if len(worker.ends_s) <= 1 or not isinstance(events[0], Tick):
             return
@@ -228,14 +228,14 @@ class CostEngine:
         size = flight.num_blocks * self._geometry.block_bytes
         _sim(flight.receiver).blocked_s += size / link.bytes_per_s + len(flight.sent) * link.run_s
 
-    def scribble(self, flight: Flight) -> None:
+    def corrupt(self, flight: Flight) -> None:
         pass
 
     def died(self, node: WorkerNode) -> None:
         worker = _sim(node)
         worker.epoch += 1
-        worker.ends_s, worker.latencies_s, worker.unsaid_s = [], [], []
-        worker.behind = None
+        worker.ends_s, worker.latencies_s, worker.undelivered_s = [], [], []
+        worker.queued_step = None
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -248,8 +248,8 @@ class CostEngine:
             return
         if len(worker.ends_s) > 1:
             self._repeat(worker, len(worker.ends_s) - 1)
-        if worker.unsaid_s:
-            self._say(worker)
+        if worker.undelivered_s:
+            self._deliver_tokens(worker)
         latency_s, plan = worker.latencies_s[0], worker.machine.plan_in_flight
         drafts = self._clients.drafted(plan)
         sampled = self._clients.sample(plan.rows, drafts)
@@ -257,10 +257,10 @@ class CostEngine:
         if self._shares:
             self._share_cores()
         step_s, drafting_s = latency_s * worker.step_share, latency_s * worker.drafting_share
-        behind, worker.behind = worker.behind, None
+        behind, worker.queued_step = worker.queued_step, None
         if self._plans_ahead:
             worker.step_ends.note(plan, step_s)
-        self._virtual.tell(worker, StepEnded(sampled, step_s, drafts=drafts, drafting_s=drafting_s))
+        self._virtual.feed(worker, StepEnded(sampled, step_s, drafts=drafts, drafting_s=drafting_s))
         if behind is not None and worker.alive:
             self._begin(worker, behind.plan)
 
@@ -333,9 +333,9 @@ class CostEngine:
         rows = worker.machine.plan_in_flight.rows
         done_s = ends_s[:count]
         worker.fast_forward.repeat(done_s, latencies_s[:count], OUTPUT_TOKEN)
-        worker.unsaid_s += done_s
+        worker.undelivered_s += done_s
         if not self.together:
-            self._say(worker)
+            self._deliver_tokens(worker)
         worker.step += count
         number = len(rows)
         first_context = sum([row.start for row in rows]) + number
@@ -352,18 +352,18 @@ class CostEngine:
         del ends_s[:count]
         del latencies_s[:count]
 
-    def _say(self, worker: SimWorker) -> None:
+    def _deliver_tokens(self, worker: SimWorker) -> None:
         """Deliver the tokens of steps that were run ahead, as late as their last one."""
-        delay_s, said_s = self._cluster.control_latency_s, worker.unsaid_s
+        delay_s, said_s = self._cluster.control_latency_s, worker.undelivered_s
         times_s = [end_s + delay_s for end_s in said_s]
-        worker.unsaid_s = []
+        worker.undelivered_s = []
         self._clients.repeated(worker, worker.machine.plan_in_flight.rows, times_s, self._events.now_s + delay_s)
 
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
         """Apply the steps run ahead that end before (not at) this moment, and deliver their tokens."""
         self._catch_up(worker, until_s)
-        if worker.unsaid_s:
-            self._say(worker)
+        if worker.undelivered_s:
+            self._deliver_tokens(worker)
 
     def _catch_up(self, worker: SimWorker, until_s: float) -> None:
         if len(worker.ends_s) > 1:
@@ -438,10 +438,10 @@ def plan_cost(
     decode_rows += plan.ended_rows
     decode_context += plan.ended_context
     copied = beside = 0
-    staged = device_stages and bool(plan.copies) and goes_beside(plan.copies, geometry)
+    staged = device_stages and bool(plan.copies) and can_overlap(plan.copies, geometry)
     for copy in plan.copies:
         size = copy.bytes_of(geometry)
-        if copy.beside or staged:
+        if copy.concurrent or staged:
             beside += size
         else:
             copied += size

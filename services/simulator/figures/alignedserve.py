@@ -146,7 +146,7 @@ def _p99_tpot(report: SimReport) -> float:
     return report.overall.tbt_ms.p99 if report.overall.tbt_ms is not None else math.nan
 
 
-def _said(run: _Run) -> str:
+def _note(run: _Run) -> str:
     """Name what differs from the plain run."""
     kernels = "" if run.attention == "unit_per_row" else run.attention.replace("_", " ").replace("kv", "KV")
     waits = "" if run.waits or run.preset in _UNIFIED or run.devices > _ONE_DECODES else "without the waits"
@@ -194,7 +194,7 @@ def _gain(
     marks = "".join(f"-{mark}" for mark, on in changed.items() if on)
     against = f"{other.removeprefix('baseline-')}-{'tpot' if latency else 'rate'}"
     id_ = f"{figure}-{run.workload}-{against}-{kernels}-{run.model}{marks}"
-    note = "; ".join(part for part in (_said(run), note) if part)
+    note = "; ".join(part for part in (_note(run), note) if part)
     kind = Kind.MORE if paper == 1.0 else None
     workload, metric = f"{_NAMES[run.workload]}, {run.model}", _TIMES_LOWER if latency else _DECODED
     return _row(id_, workload, other, metric, "x", paper, measure, note, standing, kind)
@@ -242,7 +242,7 @@ def _ablation(
         return 100.0 * (1.0 - _throughput(after.report(lab)) / _throughput(before.report(lab)))
 
     workload, lost = _NAMES[before.workload], "decode throughput lost"
-    return _row(f"14-{id_}", workload, f"without {without}", lost, "%", paper, measure, _said(before), standing)
+    return _row(f"14-{id_}", workload, f"without {without}", lost, "%", paper, measure, _note(before), standing)
 
 
 def _forward(

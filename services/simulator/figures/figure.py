@@ -37,7 +37,7 @@ class Kind(enum.Enum):
     MORE = "more"
     """The paper says who wins, without a number: ours is above the given value."""
     LESS = "less"
-    UNTOLD = "untold"
+    NOT_COMPARABLE = "untold"
     """The paper defines it otherwise than we can measure it."""
 
 
@@ -188,7 +188,7 @@ class Claim:
     whose numbers show it: both stand where the verdict is another than reproduced."""
 
     paper: str
-    says: str
+    statement: str
     kind: Kind
     ids: tuple[str, ...]
     why: str = ""

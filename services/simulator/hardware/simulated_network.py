@@ -72,7 +72,7 @@ class SimNetwork:
     def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> tuple[float]:
         return (now_s + self._latency_s,)
 
-    def travelled(self, message: Message) -> Message:
+    def decoded(self, message: Message) -> Message:
         return message
 
     def landing_s(self, now_s: float, flight: Flight) -> float:

@@ -73,7 +73,7 @@ _CLAIMS = """\
 class Row:
     figure: Figure
     ours: Spread
-    said: str
+    verdict: str
 
 
 def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Claim], reasons: Sequence[Reason]) -> str:
@@ -104,12 +104,12 @@ def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Rea
     for claim in claims:
         if by_id.keys() >= set(claim.ids):
             found = [by_id[name] for name in claim.ids]
-            verdicts.append(said := worst(row.said for row in found))
+            verdicts.append(said := worst(row.verdict for row in found))
             tables.setdefault(claim.paper, []).append(_claim_line(claim, found, said))
     if not tables:
         return
     yield from ("", "## Summary", "", f"Of {len(verdicts)} claims: {_counted(verdicts)}.")
-    yield from _rows_told(rows)
+    yield from _row_counts(rows)
     yield _MEANINGS
     for paper, table in tables.items():
         yield from ("", f"### {paper}", "", *_in_one_line(paper, rows, reasons), _CLAIMS, *table)
@@ -120,12 +120,12 @@ def _claim_line(claim: Claim, found: Sequence[Row], said: str) -> str:
     theirs, ours = _range([row.figure.paper for row in found], unit), _ours([row.ours for row in found], unit)
     shown_by = claim.shown_by.removeprefix("cohort reproduce --figure ")
     why = "" if said == REPRODUCED else "; ".join(filter(None, (claim.why, shown_by and f"`{shown_by}`")))
-    return f"| {claim.says} | {theirs} | {ours} | {said} | {why} |"
+    return f"| {claim.statement} | {theirs} | {ours} | {said} | {why} |"
 
 
-def _rows_told(rows: Sequence[Row]) -> Iterator[str]:
+def _row_counts(rows: Sequence[Row]) -> Iterator[str]:
     """Count how many of the papers' numbers agree, with those that cannot be told and without; readings apart."""
-    said = {standing: [row.said for row in rows if row.figure.standing is standing] for standing in Standing}
+    said = {standing: [row.verdict for row in rows if row.figure.standing is standing] for standing in Standing}
     counts, of = Counter(said[Standing.CLAIM]), len(said[Standing.CLAIM])
     reproduced, agree, told = counts[REPRODUCED], counts[REPRODUCED] + counts[DIRECTION], of - counts[UNTOLD]
     yield f"Of {of} rows, each a number, bound or direction that a paper prints: {_counted(said[Standing.CLAIM])}."
@@ -150,7 +150,7 @@ def _in_one_line(paper: str, rows: Iterable[Row], reasons: Sequence[Reason]) -> 
     counted = [row for row in ours if row.figure.standing is Standing.CLAIM]
     if not counted:
         return []
-    others = [row for row in counted if row.said != REPRODUCED]
+    others = [row for row in counted if row.verdict != REPRODUCED]
     agree = len(counted) - len(others)
     line = f"{agree} of {len(counted)} rows reproduced ({_percent(agree, len(counted))})"
     under = Counter(reason.why for row in others if (reason := reason_of(row.figure.id, reasons)) is not None)

@@ -64,7 +64,7 @@ def kind_of(figure: Figure, claims: Iterable[Claim] | None = None) -> Kind:
     """Return how a row's numbers are compared: as the figure, the claim that names it (None: of the shipped ones) or
     its unit says. A factor of 1, or a change of nothing, is no effect that could be reproduced."""
     if figure.standing is Standing.BESIDE:
-        return Kind.UNTOLD
+        return Kind.NOT_COMPARABLE
     if figure.kind is not None:
         return figure.kind
     for claim in shipped_claims() if claims is None else claims:
@@ -72,7 +72,7 @@ def kind_of(figure: Figure, claims: Iterable[Claim] | None = None) -> Kind:
             return claim.kind
     change = figure.unit == "%" and any(word in figure.metric for word in ("change", "lost"))
     if figure.unit == "x":
-        return Kind.OVER if abs(figure.paper - 1.0) >= EFFECT else Kind.UNTOLD
+        return Kind.OVER if abs(figure.paper - 1.0) >= EFFECT else Kind.NOT_COMPARABLE
     return Kind.CHANGE if change else Kind.VALUE
 
 
@@ -97,7 +97,7 @@ def _one(kind: Kind, printed: tuple[float, float], ours: float) -> str:
         case Kind.MORE | Kind.LESS:
             won = ours - paper if kind is Kind.MORE else paper - ours
             return REPRODUCED if won >= EFFECT * (abs(paper) or 100.0) else MISSED
-        case Kind.UNTOLD:
+        case Kind.NOT_COMPARABLE:
             return UNTOLD
         case _:
             assert_never(kind)

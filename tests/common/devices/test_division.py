@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from cohort.common.config import Config, load_config
-from cohort.common.devices.division import divide, left_open, settle
+from cohort.common.devices.division import divide, left_open, resolve_division
 from cohort.common.types import Role
 
 
@@ -39,7 +39,7 @@ def test_a_box_is_divided_by_the_presets_roles(
     config = box(preset)
     assert counts(config, visible) == workers
     assert divide(config, visible).sharers == sharers
-    settled = settle(config, visible)
+    settled = resolve_division(config, visible)
     assert len(settled.instance_roles) == sum(workers.values())
     assert settled.engine.workers_per_gpu == sharers and not settled.divides
 
@@ -66,7 +66,7 @@ def test_auto_in_a_file_keeps_the_roles_beneath_it() -> None:
 
 
 def test_without_a_gpu_auto_is_one_device() -> None:
-    settled = settle(load_config(preset="cohort", overrides={"workers": "auto"}), 0)
+    settled = resolve_division(load_config(preset="cohort", overrides={"workers": "auto"}), 0)
     assert list(settled.instance_roles) == ["unified-0"]
     assert settled.engine.workers_per_gpu == 0
     assert msgspec.structs.replace(settled, workers=Config().workers) == load_config(preset="cohort")

@@ -11,13 +11,13 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cohort.common.devices.gpu_locks import DeviceClaims, Held, Wish
+from cohort.common.devices.gpu_locks import DeviceClaims, Held, ShareRequest
 from cohort.common.types import Role
 from tests.common.devices.fakes import gpus
 
 
-def wish(name: str, sharers: int = 1, role: Role | tuple[Role, ...] = Role.UNIFIED, **more: object) -> Wish:
-    return Wish(sharers, name, role, **more)  # type: ignore[arg-type]
+def wish(name: str, sharers: int = 1, role: Role | tuple[Role, ...] = Role.UNIFIED, **more: object) -> ShareRequest:
+    return ShareRequest(sharers, name, role, **more)  # type: ignore[arg-type]
 
 
 def test_the_gpu_with_the_fewest_claims_is_taken(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_no_share_is_ever_held_twice(tmp_path: Path, cards: int, sharers: int, s
 
 
 def _hold(folder: Path, told: Connection) -> None:
-    held = DeviceClaims(folder).take(gpus(4), Wish(2, f"worker-{os.getpid()}", Role.UNIFIED))
+    held = DeviceClaims(folder).take(gpus(4), ShareRequest(2, f"worker-{os.getpid()}", Role.UNIFIED))
     told.send(None if held is None else (held.gpu, held.share))
     told.recv()  # for ever
 

@@ -9,7 +9,7 @@ from cohort.common.devices.refusal import DRIVER_FOR_FAMILY, TorchFacts, family_
 from tests.common.devices.fakes import host
 
 ROOT = Path(__file__).resolve().parents[3]
-CUDA_13 = TorchFacts("2.13.0", "13.0", works=False, complaint="The NVIDIA driver on your system is too old")
+CUDA_13 = TorchFacts("2.13.0", "13.0", works=False, error="The NVIDIA driver on your system is too old")
 CPU_BUILD = TorchFacts("2.13.0+cpu", "", works=False)
 
 

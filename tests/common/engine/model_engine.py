@@ -40,7 +40,7 @@ class ModelMemory:
         self._copier = KvCopier(runner.kv)
 
     def move(self, copy: KvCopy) -> None:
-        with self._copier.around([replace(copy, beside=False)]):
+        with self._copier.around([replace(copy, concurrent=False)]):
             pass
 
 

@@ -19,7 +19,7 @@ import torch
 
 from cohort.common.engine.config.model_config import ModelGeometry, read_geometry
 from cohort.common.engine.config.quantization_config import keeps_codes
-from cohort.common.engine.config.rank_shares import degrees, hindrance
+from cohort.common.engine.config.rank_shares import degrees, why_not_divisible
 from cohort.common.engine.models import lean_deepseek, lean_gemma, lean_gpt_oss, lean_llama
 from cohort.common.engine.weights.quantized_files import QuantizedFiles
 from cohort.common.engine.weights.quantized_formats import ReorderedWeight
@@ -444,9 +444,9 @@ def test_a_module_of_it_is_read_in_its_codes_and_divided(name: str, tmp_path: Pa
         assert keeps_codes("cuda", "bfloat16", weight.layout) and keeps_codes("cpu", "bfloat16", weight.layout)
         assert files.read_quantized("lm_head.weight", geometry.vocab_size, geometry.hidden_size, CPU) is None
     if name != "Qwen2.5-7B-Instruct-GPTQ-Int4":
-        assert [hindrance(geometry, degree) for degree in (2, 4)] == ["", ""]
+        assert [why_not_divisible(geometry, degree) for degree in (2, 4)] == ["", ""]
     else:  # 28 heads in groups of 128, 18,944 columns: 74 and 37 groups
-        assert hindrance(geometry, 2) == hindrance(geometry, 4) == ""
+        assert why_not_divisible(geometry, 2) == why_not_divisible(geometry, 4) == ""
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss-20b", "Mixtral-8x7B-v0.1"])

@@ -154,7 +154,7 @@ class DigestEngine:
         if node.alive and begun in self._devices[node].steps[:1]:
             guesses = self._guesses
             expected = [row.sequence.key for row in begun.plan.rows if guesses.random() < self._acceptance]
-            self._cluster.tell(node, PlanAhead(expected))
+            self._cluster.feed(node, PlanAhead(expected))
             node.worker.check()
 
     def _drafts(self, row: Row) -> list[int]:
@@ -201,17 +201,17 @@ class DigestEngine:
         memory, device, plan = self.memory(node), self._devices[node], begun.plan
         assert device.steps.pop(0) is begun
         for copy in plan.copies:
-            if not copy.beside:
+            if not copy.concurrent:
                 memory.move(copy)
         sampled = self._rows(node, begun, memory.device, device.sampled)
         device.sampled = {each.attempt: each.token for each in sampled}
         for copy in plan.copies:  # as late as can be: no row may need them
-            if copy.beside:
+            if copy.concurrent:
                 memory.move(copy)
         if device.steps:  # it does not wait for the host
             self._run(node, device)
         taken_s = 0.005 + 0.001 * (plan.tokens + sum(map(len, begun.drafts.values())))
-        self._cluster.tell(node, StepEnded(sampled, taken_s, drafts=self._judged(begun, sampled)))
+        self._cluster.feed(node, StepEnded(sampled, taken_s, drafts=self._judged(begun, sampled)))
         node.worker.check()
 
     def _judged(self, begun: Begun, sampled: list[Sampled]) -> list[Drafted]:

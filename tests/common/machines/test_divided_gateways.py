@@ -69,7 +69,7 @@ class Divided:
             self.now_s += STEP_S
             tick = round(self.now_s / STEP_S)
             for name, link in self.links.items():
-                for manager, hello in link.greetings(self.now_s):
+                for manager, hello in link.due_hellos(self.now_s):
                     self.send(name, manager, hello)
                 if tick % 20 == 0:
                     self.send(name, link.manager, Outstanding([*self.running[name]]))
@@ -104,7 +104,7 @@ class Divided:
 
     def hear(self, gateway: str, manager: str, message: Message) -> None:
         link = self.links[gateway]
-        link.heard(self.now_s, manager)
+        link.note_alive(self.now_s, manager)
         match message:
             case ManagerHello():
                 if link.on_hello(self.now_s, manager, message):

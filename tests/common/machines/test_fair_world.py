@@ -42,7 +42,7 @@ def ask(world: World, owner: str, count: int, *, weight: float = 1.0, first: int
         prompt = [3 + (ord(owner) * 31 + number * 7 + place) % 40 for place in range(24)]
         request = world._request(name, prompt, MAX_TOKENS, "rt", 0.0, NO_SLO, "")
         request = msgspec.structs.replace(request, owner=owner, weight=weight)
-        world.cluster.tell(world.cluster.nodes[GATEWAY], Offered(name, [request], owner=owner))
+        world.cluster.feed(world.cluster.nodes[GATEWAY], Offered(name, [request], owner=owner))
     return names
 
 

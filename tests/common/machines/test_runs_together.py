@@ -70,29 +70,29 @@ def test_a_sender_is_done_when_all_have_left_and_were_accepted(together: tuple[i
 def test_messages_that_leave_a_receivers_iterations_undisturbed() -> None:
     worker, grant = granted()
     ahead = FastForward(worker)
-    assert ahead.undisturbed_by(segment(1, "later"))  # another worker computes first
-    assert not ahead.undisturbed_by(segment(0, "at once"))
-    assert not ahead.undisturbed_by(KvOffer("prefill", Attempt("later", 1), 10, PROMPT))  # takes blocks
-    assert ahead.undisturbed_by(KvRenew([grant.lease_id]))
-    assert ahead.undisturbed_by(chunk(grant, range(2)))
+    assert ahead.is_unaffected_by(segment(1, "later"))  # another worker computes first
+    assert not ahead.is_unaffected_by(segment(0, "at once"))
+    assert not ahead.is_unaffected_by(KvOffer("prefill", Attempt("later", 1), 10, PROMPT))  # takes blocks
+    assert ahead.is_unaffected_by(KvRenew([grant.lease_id]))
+    assert ahead.is_unaffected_by(chunk(grant, range(2)))
     worker.handle(0.1, Received("prefill", chunk(grant, range(2))))
-    assert ahead.undisturbed_by_runs(grant.lease_id, 2)  # no KV transfer yet
+    assert ahead.is_unaffected_by_runs(grant.lease_id, 2)  # no KV transfer yet
     worker.handle(0.2, Received("prefill", chunk(grant, range(2, 3))))
-    assert ahead.undisturbed_by(handoff(grant))  # runs are still on their way
+    assert ahead.is_unaffected_by(handoff(grant))  # runs are still on their way
     worker.handle(0.2, Received("prefill", handoff(grant)))
-    assert ahead.undisturbed_by_runs(grant.lease_id, 2)
-    assert not ahead.undisturbed_by_runs(grant.lease_id, 3)  # then it runs here
-    assert not ahead.undisturbed_by_runs(grant.lease_id + 1, 1)
+    assert ahead.is_unaffected_by_runs(grant.lease_id, 2)
+    assert not ahead.is_unaffected_by_runs(grant.lease_id, 3)  # then it runs here
+    assert not ahead.is_unaffected_by_runs(grant.lease_id + 1, 1)
 
 
 def test_a_kv_transfer_whose_runs_are_all_there_disturbs() -> None:
     worker, grant = granted()
     worker.handle(0.1, Received("prefill", chunk(grant, range(3))))
     worker.handle(0.2, RunsReceived(grant.lease_id, 0, None, 3))
-    assert not FastForward(worker).undisturbed_by(handoff(grant))
+    assert not FastForward(worker).is_unaffected_by(handoff(grant))
 
 
 def test_a_segment_whose_offer_waits_already_disturbs() -> None:
     worker = machine(Role.DECODE)
     worker.handle(0.0, Received("prefill", KvOffer("prefill", Attempt("r", 1), 9, PROMPT)))
-    assert not FastForward(worker).undisturbed_by(segment(1))  # it will be given blocks at once
+    assert not FastForward(worker).is_unaffected_by(segment(1))  # it will be given blocks at once

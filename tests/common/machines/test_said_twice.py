@@ -60,7 +60,7 @@ def test_a_first_segment_that_is_repeated_while_its_runs_settle() -> None:
     """The receiver has accepted, the link has not said so yet: its blocks are still being read."""
     worker, _ = sending()
     worker.handle(0.3, Received("decode", KvAccepted(R, LEASE)))
-    assert worker.sender.settling == [R]
+    assert worker.sender.draining == [R]
     assert worker.handle(0.4, Received("manager", segment(0))) == []
     assert worker.kv.free_blocks == BLOCKS - 3
     worker.check()

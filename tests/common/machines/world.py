@@ -127,7 +127,7 @@ class Clients:
             case Fail(entry, error):
                 owned = self.owned[entry.request_id]
                 assert 400 <= error.status < 500, f"{entry.request_id} failed: {error.message}"
-                if error.status == 429 and not entry.together:
+                if error.status == 429 and not entry.sibling_ids:
                     assert not entry.attempt.number and not entry.output, f"{entry.request_id} was accepted before"
                 owned.refused = True
             case Rejected(offer_id, error):
@@ -418,14 +418,14 @@ class World:
 
         def lost() -> None:
             for manager in self.manager_names:
-                self.cluster.tell(self.cluster.nodes[manager], PeerLost(name))
+                self.cluster.feed(self.cluster.nodes[manager], PeerLost(name))
 
         self.at(RETURN_S, lost)
 
     def leave_worker(self, name: str) -> None:
         node = self.workers[name]
-        self.cluster.tell(node, DrainStarted())
-        self.cluster.tell(node, DrainEnded())
+        self.cluster.feed(node, DrainStarted())
+        self.cluster.feed(node, DrainEnded())
         self.at(0.05, lambda: self.kill_worker(name, 1.0))
 
     def drain_worker(self, name: str, for_s: float, back_after_s: float = 1.0) -> None:
@@ -433,14 +433,14 @@ class World:
         node = self.workers[name]
         if not node.alive:
             return
-        self.cluster.tell(node, DrainStarted())
+        self.cluster.feed(node, DrainStarted())
         until_s = self.now_s + for_s
 
         def look() -> None:
             if node is not self.workers[name] or not node.alive:
                 return  # something else has ended it
             if node.worker.idle or self.now_s >= until_s:
-                self.cluster.tell(node, DrainEnded())
+                self.cluster.feed(node, DrainEnded())
                 self.at(0.05, lambda: self.kill_worker(name, back_after_s))
             else:
                 self.at(0.05, look)
@@ -466,7 +466,7 @@ class World:
         requests = [
             self._request(each, prompt, max_tokens, traffic_class, predicted, slo, if_late, adapter) for each in names
         ]
-        self.cluster.tell(self.cluster.nodes[GATEWAY], Offered(name, requests, choices))
+        self.cluster.feed(self.cluster.nodes[GATEWAY], Offered(name, requests, choices))
 
     def _request(
         self,
@@ -498,4 +498,4 @@ class World:
         owned = self.owned[name]
         if not owned.over:
             owned.cancelled = True
-            self.cluster.tell(self.cluster.nodes[GATEWAY], Closed(name, FinishReason.CANCELLED, "its client left"))
+            self.cluster.feed(self.cluster.nodes[GATEWAY], Closed(name, FinishReason.CANCELLED, "its client left"))

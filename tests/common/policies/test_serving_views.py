@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import ClusterView, InstanceView
-from cohort.common.policies.serving_views import Least, ServingViews
+from cohort.common.policies.serving_views import MinIndex, ServingViews
 from cohort.common.types import Role, WorkerCapacity, WorkerStats
 from tests.common.policies.baselines.test_placements import view, waiting
 
@@ -72,7 +72,7 @@ def test_only_what_changed_is_read() -> None:
         return each.stats.queued_prefill_tokens, each.instance
 
     views = ServingViews({f"w{n}": view(f"w{n}", Role.UNIFIED, queued=n) for n in range(100)})
-    least, prefills = Least(queued), Least(queued, lambda each: each.role is Role.PREFILL)
+    least, prefills = MinIndex(queued), MinIndex(queued, lambda each: each.role is Role.PREFILL)
     assert least.of(views) is views["w0"] and prefills.of(views) is None and len(read) == 100
     views["w0"].stats = WorkerStats(queued_prefill_tokens=7)
     views.touch("w0")

@@ -75,9 +75,9 @@ def test_where_each_position_costs_a_full_share_none_is_drafted() -> None:
 
 
 def test_the_engine_need_not_look_where_not_even_sure_drafts_would_pay() -> None:
-    assert _policy(WEIGHTS).may_pay(WEIGHTS, _shape(1))
-    assert _policy(WEIGHTS, 4).may_pay(WEIGHTS, _shape(4))
-    assert not _policy(COMPUTING, 4).may_pay(COMPUTING, _shape(4))
+    assert _policy(WEIGHTS).is_worthwhile(WEIGHTS, _shape(1))
+    assert _policy(WEIGHTS, 4).is_worthwhile(WEIGHTS, _shape(4))
+    assert not _policy(COMPUTING, 4).is_worthwhile(COMPUTING, _shape(4))
 
 
 def test_a_row_that_quotes_comes_before_one_that_tells() -> None:
@@ -161,11 +161,11 @@ def test_drafts_of_a_model_have_their_price() -> None:
     plain_s = step_seconds(WEIGHTS, _shape(1))
     given: list[list[int]] = []
     for share in (0.0, 0.1, 0.3, 1.0):
-        policy = Speculation(MOST, asks_model=True)
+        policy = Speculation(MOST, uses_draft_model=True)
         policy.ran(WEIGHTS, _shape(1), 0, plain_s)
         policy.drafted(4, 4 * share * plain_s)
         given.append(_allot(policy, WEIGHTS, likely[:1]))
-        assert policy.may_pay(WEIGHTS, _shape(1)) is (share < 1.0)
+        assert policy.is_worthwhile(WEIGHTS, _shape(1)) is (share < 1.0)
         if share == 0.3:
             assert _allot(policy, WEIGHTS, likely) >= given[-1] * 2, "no dearer than for one"
             assert policy.worth_waiting(WEIGHTS, _shape(1), [(likely[0], MOST)], most=20, within_s=math.inf)
@@ -175,7 +175,7 @@ def test_drafts_of_a_model_have_their_price() -> None:
 
 
 def test_a_model_is_asked_again_after_a_while() -> None:
-    asked, looked = Speculation(MOST, asks_model=True), Speculation(MOST)
+    asked, looked = Speculation(MOST, uses_draft_model=True), Speculation(MOST)
     for policy, returns in ((asked, True), (looked, False)):
         policy.ran(WEIGHTS, _shape(1), 0, step_seconds(WEIGHTS, _shape(1)))
         policy.drafted(1, 0.2 * step_seconds(WEIGHTS, _shape(1)))
@@ -189,9 +189,9 @@ def test_a_model_is_asked_again_after_a_while() -> None:
 def test_whether_drafts_could_pay_is_asked_anew_after_some_iterations_or_with_other_rows() -> None:
     policy = _policy(WEIGHTS, 4)
     assert policy.lately(4) is None
-    assert policy.may_pay(WEIGHTS, _shape(4))
+    assert policy.is_worthwhile(WEIGHTS, _shape(4))
     assert [policy.lately(4) for _ in range(8)] == [True] * 7 + [None]
-    assert not policy.may_pay(COMPUTING, _shape(4))
+    assert not policy.is_worthwhile(COMPUTING, _shape(4))
     assert policy.lately(4) is False and policy.lately(1) is None
 
 

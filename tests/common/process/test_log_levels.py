@@ -18,7 +18,7 @@ import pytest
 import structlog
 
 from cohort.common.config import LoggingConfig
-from cohort.common.process.log_levels import ask_for_level, level_file, listen_for_levels
+from cohort.common.process.log_levels import level_file, listen_for_levels, request_level
 from cohort.common.process.logs import configure_logging, log_level
 
 
@@ -55,7 +55,7 @@ def events(stream: io.StringIO) -> list[dict[str, Any]]:
 async def test_the_file_names_the_level_and_is_taken(tmp_path: Path) -> None:
     log, stream = started(tmp_path)
     log.debug("unseen")
-    ask_for_level(tmp_path, "gateway", "debug")
+    request_level(tmp_path, "gateway", "debug")
     await signalled("debug")
     log.debug("seen", tokens=3)
     assert not level_file(tmp_path, "gateway").exists()
@@ -63,7 +63,7 @@ async def test_the_file_names_the_level_and_is_taken(tmp_path: Path) -> None:
     assert (changed["event"], changed["before"], changed["now"]) == ("log level changed", "info", "debug")
     assert (seen["event"], seen["tokens"]) == ("seen", 3)
     # A logger of the standard library follows, and the ones that are quiet below warnings stay so.
-    ask_for_level(tmp_path, "gateway", "error")
+    request_level(tmp_path, "gateway", "error")
     await signalled("error")
     logging.getLogger("aiohttp.access").warning("unseen")
     log.warning("unseen")
@@ -88,7 +88,7 @@ async def test_what_is_no_level_changes_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_level_meant_for_an_earlier_process_is_void(tmp_path: Path) -> None:
-    ask_for_level(tmp_path, "gateway", "error")
+    request_level(tmp_path, "gateway", "error")
     started(tmp_path)
     assert not level_file(tmp_path, "gateway").exists()
     await signalled("debug")  # as without a file

@@ -150,14 +150,14 @@ async def test_ucx_looks_by_itself_while_device_memory_is_on_its_way(monkeypatch
         for region, least, most in ((real, 0, 40), (on_device, 100, 10**6)):
             monkeypatch.setattr(ucx_link, "region_of", region)
             looks = 0
-            look = link._look
+            look = link._poll
 
             def counted(look: Any = look) -> None:
                 nonlocal looks
                 looks += 1
                 look()
 
-            monkeypatch.setattr(link, "_look", counted)
+            monkeypatch.setattr(link, "_poll", counted)
             sent, received = bytearray(b"x" * 4096), bytearray(4096)
             receiving = asyncio.create_task(link.receive(7, received, timeout_s=10.0))
             await asyncio.sleep(0.5)
@@ -166,7 +166,7 @@ async def test_ucx_looks_by_itself_while_device_memory_is_on_its_way(monkeypatch
             await receiving
             assert received == sent
             assert least <= waiting <= most
-            monkeypatch.setattr(link, "_look", look)
+            monkeypatch.setattr(link, "_poll", look)
     finally:
         await link.close()
 

@@ -52,7 +52,7 @@ async def test_cut_loses_silently_until_healed() -> None:
     a.connect("b", b.endpoint)
     network.cut("a", "b")
     a.send("b", Registered(1))
-    network.heal("b", "a")
+    network.reconnect("b", "a")
     a.send("b", Registered(2))
     assert await b.receive() == ("a", Registered(2))
 

@@ -92,7 +92,7 @@ class Times:
     def after(self, seconds: float) -> bool:
         self.wall_s += seconds
         self.elapsed_s += seconds
-        return self.guard.trusted(self.wall_s, self.elapsed_s)
+        return self.guard.is_plausible(self.wall_s, self.elapsed_s)
 
 
 def test_small_corrections_are_no_jumps() -> None:

@@ -67,7 +67,7 @@ async def test_lost_tokens_are_computed_again(open_site: OpenSite) -> None:
         await eventually(lambda: any(entry.output for entry in site.gateway.streams.ledger.entries()))
         site.network.cut("worker-0", "gateway")
         await asyncio.sleep(0.03)
-        site.network.heal("worker-0", "gateway")
+        site.network.reconnect("worker-0", "gateway")
         events = await stream
         assert texts(events) == ANSWER
         assert events[-2]["cohort"]["requests"][0]["attempts"] == 2

@@ -22,57 +22,57 @@ def cluster() -> Cluster:
 
 def test_a_process_appears_falls_silent_and_comes_back() -> None:
     watched = cluster()
-    assert watched.heard(0.0, beat()) == [Event(0.0, "decode-0", "appeared")]
-    assert watched.heard(1.0, beat()) == []
+    assert watched.on_heartbeat(0.0, beat()) == [Event(0.0, "decode-0", "appeared")]
+    assert watched.on_heartbeat(1.0, beat()) == []
     assert watched.tick(4.0) == []  # exactly silence_s: still up
     assert watched.tick(4.1) == [Event(4.1, "decode-0", "down")]
     assert watched.tick(9.0) == []
     process = watched.processes["decode-0"]
     assert (process.status, process.ready, process.since_s) == (Status.DOWN, False, 4.1)
-    assert watched.heard(10.0, beat()) == [Event(10.0, "decode-0", "back")]
+    assert watched.on_heartbeat(10.0, beat()) == [Event(10.0, "decode-0", "back")]
     assert (process.status, process.ready, process.restarts) == (Status.UP, True, 0)
     assert [event.what for event in watched.events] == ["appeared", "down", "back"]
 
 
 def test_a_new_incarnation_without_farewell_is_a_restart_even_without_silence() -> None:
     watched = cluster()
-    watched.heard(0.0, beat(incarnation=1))
-    assert watched.heard(0.5, beat(incarnation=2)) == [Event(0.5, "decode-0", "restarted")]
+    watched.on_heartbeat(0.0, beat(incarnation=1))
+    assert watched.on_heartbeat(0.5, beat(incarnation=2)) == [Event(0.5, "decode-0", "restarted")]
     assert watched.processes["decode-0"].restarts == 1
 
 
 def test_a_farewell_is_no_failure_and_coming_back_no_restart() -> None:
     watched = cluster()
-    watched.heard(0.0, beat(incarnation=1))
-    assert watched.left(1.0, Farewell("decode-0", 1)) == [Event(1.0, "decode-0", "left")]
+    watched.on_heartbeat(0.0, beat(incarnation=1))
+    assert watched.on_farewell(1.0, Farewell("decode-0", 1)) == [Event(1.0, "decode-0", "left")]
     assert watched.tick(100.0) == []
-    assert watched.heard(100.0, beat(incarnation=1)) == []  # was still under way
+    assert watched.on_heartbeat(100.0, beat(incarnation=1)) == []  # was still under way
     assert watched.processes["decode-0"].status is Status.LEFT
-    assert watched.heard(101.0, beat(incarnation=2)) == [Event(101.0, "decode-0", "back")]
+    assert watched.on_heartbeat(101.0, beat(incarnation=2)) == [Event(101.0, "decode-0", "back")]
     assert watched.processes["decode-0"].restarts == 0
 
 
 def test_words_of_a_replaced_process_are_ignored() -> None:
     watched = cluster()
-    watched.heard(0.0, beat(incarnation=5, running=1))
-    assert watched.heard(1.0, beat(incarnation=4, running=9)) == []
-    assert watched.left(1.0, Farewell("decode-0", 4)) == []
+    watched.on_heartbeat(0.0, beat(incarnation=5, running=1))
+    assert watched.on_heartbeat(1.0, beat(incarnation=4, running=9)) == []
+    assert watched.on_farewell(1.0, Farewell("decode-0", 4)) == []
     process = watched.processes["decode-0"]
     assert (process.incarnation, process.stats, process.status) == (5, {"running": 1}, Status.UP)
 
 
 def test_a_farewell_of_a_stranger_is_ignored() -> None:
     watched = cluster()
-    assert watched.left(0.0, Farewell("nobody", 1)) == []
+    assert watched.on_farewell(0.0, Farewell("nobody", 1)) == []
     assert watched.processes == {}
 
 
 def test_the_long_gone_are_forgotten_and_the_living_are_not() -> None:
     watched = Cluster(silence_s=3.0, history_s=60.0)
-    watched.heard(0.0, beat("decode-0"))
-    watched.heard(0.0, beat("decode-1"))
+    watched.on_heartbeat(0.0, beat("decode-0"))
+    watched.on_heartbeat(0.0, beat("decode-1"))
     for now_s in range(1, 120):
-        watched.heard(float(now_s), beat("decode-1"))
+        watched.on_heartbeat(float(now_s), beat("decode-1"))
         watched.tick(float(now_s))
     assert set(watched.processes) == {"decode-1"}
 
@@ -80,15 +80,15 @@ def test_the_long_gone_are_forgotten_and_the_living_are_not() -> None:
 def test_the_number_of_processes_is_bounded() -> None:
     watched = cluster()
     for index in range(MAX_INSTANCES + 5):
-        watched.heard(0.0, beat(f"decode-{index}"))
+        watched.on_heartbeat(0.0, beat(f"decode-{index}"))
     assert len(watched.processes) == MAX_INSTANCES
 
 
 def test_the_stats_for_the_manager() -> None:
     watched = cluster()
-    watched.heard(0.0, beat("gateway", "gateway", requests_total=0, prompt_tokens_total=0))
+    watched.on_heartbeat(0.0, beat("gateway", "gateway", requests_total=0, prompt_tokens_total=0))
     for second in range(1, 31):
-        watched.heard(
+        watched.on_heartbeat(
             float(second), beat("gateway", "gateway", requests_total=4 * second, prompt_tokens_total=80 * second)
         )
         watched.tick(float(second))
@@ -100,9 +100,11 @@ def test_the_stats_for_the_manager() -> None:
 def test_samples_show_rates_and_cache_use() -> None:
     watched = cluster()
     watched.tick(0.0)
-    watched.heard(0.0, beat("gateway", "gateway", requests_total=0))
-    watched.heard(0.0, beat("decode-0", kv_total_blocks=100, kv_free_blocks=75))
-    watched.heard(1.5, beat("gateway", "gateway", requests_total=6, generation_tokens_total=300, requests_running=4))
+    watched.on_heartbeat(0.0, beat("gateway", "gateway", requests_total=0))
+    watched.on_heartbeat(0.0, beat("decode-0", kv_total_blocks=100, kv_free_blocks=75))
+    watched.on_heartbeat(
+        1.5, beat("gateway", "gateway", requests_total=6, generation_tokens_total=300, requests_running=4)
+    )
     watched.tick(2.0)
     (sample,) = watched.samples
     assert (sample.arrivals_per_s, sample.output_tokens_per_s) == (3.0, 150.0)
@@ -134,10 +136,10 @@ def test_any_history_leaves_a_consistent_state(history: list[tuple[str, str, int
         now_s += passed_s
         match action:
             case "beat":
-                watched.heard(now_s, beat(instance, incarnation=incarnation))
+                watched.on_heartbeat(now_s, beat(instance, incarnation=incarnation))
                 newest[instance] = max(newest.get(instance, 0), incarnation)
             case "farewell":
-                watched.left(now_s, Farewell(instance, incarnation))
+                watched.on_farewell(now_s, Farewell(instance, incarnation))
             case _:
                 watched.tick(now_s)
                 assert all(p.age_s(now_s) <= 3.0 for p in watched.up())

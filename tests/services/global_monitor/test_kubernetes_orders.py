@@ -86,13 +86,13 @@ class Pods:
 
     def hear(self, pod: str, *, ready: bool = True) -> None:
         role = "decode_worker" if pod.startswith("decode") else "prefill_worker"
-        self.cluster.heard(SystemClock().now_s(), beat(pod, ready=ready, role=role))
+        self.cluster.on_heartbeat(SystemClock().now_s(), beat(pod, ready=ready, role=role))
 
     async def end(self, pod: str) -> None:
         if (process := self.cluster.processes.get(pod)) is not None and process.status is Status.UP:
             self.hear(pod, ready=False)
             await asyncio.sleep(0.02)
-            self.cluster.left(SystemClock().now_s(), Farewell(pod, 1))
+            self.cluster.on_farewell(SystemClock().now_s(), Farewell(pod, 1))
         await asyncio.sleep(0.02)
         self.server.pods.pop(pod, None)
         self.ended.append(pod)
@@ -410,7 +410,7 @@ def test_candidates_are_made_of_what_can_be_ordered():
 def test_a_pods_worker_has_the_role_that_its_name_begins_with(instance: str, role: Role):
     assert load_config().worker_role(instance, Role.PREFILL) is role
     cluster = Cluster(silence_s=1e9, history_s=1e9)
-    cluster.heard(1.0, beat(instance))
+    cluster.on_heartbeat(1.0, beat(instance))
     assert present(load_config(), cluster)[0].roles == {role: 1}
 
 

@@ -28,7 +28,7 @@ from cohort.common.views import (
 )
 from cohort.services.global_monitor.aggregate import Cluster
 from cohort.services.global_monitor.live import LiveDrafts, LiveState, live_state
-from cohort.services.global_monitor.looking import MOST_VIEWERS, MOST_WORKERS, Looking, Meter, TooManyViewers
+from cohort.services.global_monitor.live_views import MOST_VIEWERS, MOST_WORKERS, LiveViews, Meter, TooManyViewers
 from cohort.services.global_monitor.page import state
 
 MARKUP = "<img src=x onerror=alert(1)>\"'&</script>"
@@ -60,13 +60,13 @@ class Scene:
         self.now_s = 0.0
         self.asked: list[tuple[str, Message]] = []
         self.cluster = Cluster(silence_s=3.0, history_s=900.0)
-        self.looking = Looking(self.cluster, lambda: self.now_s, lambda to, what: self.asked.append((to, what)))
+        self.looking = LiveViews(self.cluster, lambda: self.now_s, lambda to, what: self.asked.append((to, what)))
         self.processes = processes
         self.beat()
 
     def beat(self, **stats: float) -> None:
         for name, role in self.processes:
-            self.cluster.heard(self.now_s, Heartbeat(name, role, 1, 1, True, "", stats))
+            self.cluster.on_heartbeat(self.now_s, Heartbeat(name, role, 1, 1, True, "", stats))
 
     def read(self, request_id: str = "") -> LiveState:
         now = state(self.cluster, self.now_s, name="n", model="m", uptime_s=1.0, history_s=300.0)
@@ -85,11 +85,11 @@ async def test_nothing_is_asked_while_nobody_looks() -> None:
     scene = Scene(*PIPELINE)
     for _ in range(5):
         scene.looking.round()
-    scene.looking.heard(gateway_view())
+    scene.looking.on_view(gateway_view())
     assert scene.asked == [] and scene.read().requests == []
     async with scene.looking.watching(""):
         assert [to for to, _ in scene.asked] == ["gateway", "manager", "decode-0"]  # at once
-        scene.looking.heard(gateway_view())
+        scene.looking.on_view(gateway_view())
         assert [each.request_id for each in scene.read().requests] == ["a"]
     scene.asked.clear()
     scene.looking.round()
@@ -101,10 +101,10 @@ async def test_many_viewers_ask_as_much_as_one_and_each_has_its_request() -> Non
     async with scene.looking.watching("first") as one, scene.looking.watching("second") as other:
         scene.asked.clear()
         scene.looking.round()
-        assert len(scene.asked) == 3 and one.news.is_set() and other.news.is_set()
+        assert len(scene.asked) == 3 and one.updated.is_set() and other.updated.is_set()
         wanted = {to: message.requests for to, message in scene.asked if isinstance(message, Look)}
         assert wanted == {"gateway": ["first", "second"], "manager": [], "decode-0": []}
-        scene.looking.heard(gateway_view(names=("first", "x")))
+        scene.looking.on_view(gateway_view(names=("first", "x")))
         assert (found := scene.read("first").life) is not None and found.request_id == "first"
         assert scene.read("second").life is None
 
@@ -124,13 +124,13 @@ async def test_viewers_are_bounded() -> None:
 async def test_what_is_old_or_of_the_dead_is_not_shown() -> None:
     scene = Scene(*PIPELINE)
     async with scene.looking.watching(""):
-        scene.looking.heard(worker_view("decode-0"))
-        scene.looking.heard(worker_view("stranger"))
+        scene.looking.on_view(worker_view("decode-0"))
+        scene.looking.on_view(worker_view("stranger"))
         assert [worker.instance for worker in scene.read().workers] == ["decode-0"]
         scene.now_s = 5.0
         scene.beat()
         assert scene.read().workers == []  # it lives and does not answer
-        scene.looking.heard(worker_view("decode-0"))
+        scene.looking.on_view(worker_view("decode-0"))
         scene.now_s = 8.5
         scene.cluster.tick(scene.now_s)
         assert scene.read().workers == []  # it is down
@@ -140,9 +140,9 @@ async def test_ages_go_on_and_decisions_of_all_come_in_order() -> None:
     scene = Scene(*PIPELINE)
     async with scene.looking.watching(""):
         earlier, later = Decision(4.0, "refused", "a"), Decision(1.0, "preempted", "b")
-        scene.looking.heard(ManagerView("manager", "fcfs", [], [], [earlier]))
-        scene.looking.heard(msgspec.structs.replace(worker_view("decode-0"), decisions=[later]))
-        scene.looking.heard(gateway_view())
+        scene.looking.on_view(ManagerView("manager", "fcfs", [], [], [earlier]))
+        scene.looking.on_view(msgspec.structs.replace(worker_view("decode-0"), decisions=[later]))
+        scene.looking.on_view(gateway_view())
         scene.now_s = 2.0
         shown = scene.read()
         assert [(one.by, one.decision.age_s) for one in shown.decisions] == [("decode-0", 3.0), ("manager", 6.0)]
@@ -152,8 +152,8 @@ async def test_ages_go_on_and_decisions_of_all_come_in_order() -> None:
 async def test_gateways_are_summed() -> None:
     scene = Scene(("g0", "gateway"), ("g1", "gateway"))
     async with scene.looking.watching(""):
-        scene.looking.heard(gateway_view("g0", ("a", "b"), met=3))
-        scene.looking.heard(gateway_view("g1", ("c",), met=5))
+        scene.looking.on_view(gateway_view("g0", ("a", "b"), met=3))
+        scene.looking.on_view(gateway_view("g1", ("c",), met=5))
         shown = scene.read()
         assert shown.open_requests == 3 and {each.request_id for each in shown.requests} == {"a", "b", "c"}
         assert [(each.key, each.met, each.missed) for each in shown.slo] == [("", 8, 2), ("team", 8, 2)]
@@ -162,11 +162,11 @@ async def test_gateways_are_summed() -> None:
 async def test_kv_rates_are_of_the_last_seconds() -> None:
     scene = Scene(*PIPELINE)
     async with scene.looking.watching(""):
-        scene.looking.heard(worker_view("decode-0", sent=1000.0))
+        scene.looking.on_view(worker_view("decode-0", sent=1000.0))
         assert scene.read().workers[0].kv_sent_per_s is None
         scene.now_s = 2.0
         scene.beat()
-        scene.looking.heard(worker_view("decode-0", sent=5000.0))
+        scene.looking.on_view(worker_view("decode-0", sent=5000.0))
         assert scene.read().workers[0].kv_sent_per_s == 2000.0
 
 
@@ -175,12 +175,12 @@ async def test_drafts_are_told_by_class_lately_or_since_the_start() -> None:
     async with scene.looking.watching(""):
         view = worker_view("decode-0")
         assert scene.read().workers == []
-        scene.looking.heard(msgspec.structs.replace(view, drafts=[DraftTally("be", 10, 40, 20)]))
+        scene.looking.on_view(msgspec.structs.replace(view, drafts=[DraftTally("be", 10, 40, 20)]))
         assert scene.read().workers[0].drafts == [LiveDrafts("be", 10, 0.5, 3.0, lately=False)]
         scene.now_s = 2.0
         scene.beat()
         more = [DraftTally("rt", 4, 8, 0), DraftTally("be", 20, 80, 59)]
-        scene.looking.heard(msgspec.structs.replace(view, drafts=more))
+        scene.looking.on_view(msgspec.structs.replace(view, drafts=more))
         assert scene.read().workers[0].drafts == [
             LiveDrafts("rt", 4, 0.0, 1.0, lately=True),
             LiveDrafts("be", 20, 0.975, 4.9, lately=True),
@@ -215,11 +215,11 @@ async def test_a_large_busy_cluster_makes_no_large_feed() -> None:
         for name in looks:
             if name.startswith("decode"):
                 view = worker_view(name, rows=MOST_ROWS, runs=min(cells, MOST_CELLS))
-                scene.looking.heard(msgspec.structs.replace(view, decisions=decisions))
+                scene.looking.on_view(msgspec.structs.replace(view, decisions=decisions))
         buckets = [QueueBucket(n, n + 1, 1000) for n in range(MOST_BUCKETS)]
         classes = [QueueClass("rt", True, 9000, 10**7, 1.0)]
-        scene.looking.heard(ManagerView("manager", "buckets", classes, buckets, decisions))
-        scene.looking.heard(gateway_view(names=tuple("i" * 250 + str(n) for n in range(MOST_REQUESTS))))
+        scene.looking.on_view(ManagerView("manager", "buckets", classes, buckets, decisions))
+        scene.looking.on_view(gateway_view(names=tuple("i" * 250 + str(n) for n in range(MOST_REQUESTS))))
         shown = scene.read("x" * 256)
         assert shown.processes == 302 and len(shown.live) < 302
         assert len(msgspec.json.encode(shown)) < 600_000
@@ -230,7 +230,7 @@ async def test_markup_in_names_stays_text() -> None:
     """What a client or a model's folder is called is data on its whole way; the page's own test is in tests/browser."""
     scene = Scene(("gateway", "gateway"))
     async with scene.looking.watching(MARKUP):
-        scene.looking.heard(gateway_view(names=(MARKUP,)))
+        scene.looking.on_view(gateway_view(names=(MARKUP,)))
         shown: dict[str, Any] = json.loads(msgspec.json.encode(scene.read(MARKUP)))
         assert shown["requests"][0]["request_id"] == shown["life"]["request_id"] == MARKUP
         assert "\n" not in msgspec.json.encode(scene.read(MARKUP)).decode()  # one event is one line

@@ -63,7 +63,7 @@ class Orders:
     async def drain(self, instance: str) -> None:
         self.rig.workers.remove(instance)
         self.done.append(f"drain {instance}")
-        self.rig.cluster.heard(self.rig.clock.now_s(), beat(instance, ready=False))
+        self.rig.cluster.on_heartbeat(self.rig.clock.now_s(), beat(instance, ready=False))
 
 
 class Rig:
@@ -100,7 +100,7 @@ class Rig:
 
     def beat(self) -> None:
         for name in self.workers:
-            self.cluster.heard(self.clock.now_s(), beat(name))
+            self.cluster.on_heartbeat(self.clock.now_s(), beat(name))
 
     async def run(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -112,7 +112,7 @@ class Rig:
                 for n in range(5)
             ]
             self._count += 5
-            self.planner.heard(RequestTraffic("gateway", 1, records))
+            self.planner.on_traffic(RequestTraffic("gateway", 1, records))
             self.planner.tick()
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -132,7 +132,7 @@ def test_the_shape_and_its_times_are_those_of_the_workers_that_are_ready():
         beat("pod-7f", role="decode_worker", times=None),
         beat("gateway", role="gateway"),
     ):
-        cluster.heard(1.0, each)
+        cluster.on_heartbeat(1.0, each)
     shape, costs = present(config(), cluster)
     assert shape == Shape.of({(Role.UNIFIED, 1): 2, (Role.DECODE, 1): 2})
     assert costs[1].times.step_s == pytest.approx(0.006) and costs[1].blocks == 100
@@ -142,7 +142,7 @@ def test_the_shape_and_its_times_are_those_of_the_workers_that_are_ready():
 async def test_what_no_round_can_begin_without_is_told():
     rig = Rig(config(), "unified-0")
     assert "workers" in planner_state(rig.planner).waits_for
-    rig.cluster.heard(rig.clock.now_s(), beat("unified-0", times=None))
+    rig.cluster.on_heartbeat(rig.clock.now_s(), beat("unified-0", times=None))
     rig.planner.tick()
     assert "step times of workers of degree 1" in planner_state(rig.planner).waits_for
     await rig.run(1)

@@ -25,7 +25,7 @@ def test_without_a_terminal_every_change_is_a_line(capsys):
     console.update("gateway", State.STARTING, pid=7)
     console.update("gateway", State.STARTING, pid=7)
     console.update("gateway", State.READY)
-    console.say("[not markup] {neither}")
+    console.print_line("[not markup] {neither}")
     assert capsys.readouterr().out.splitlines() == [
         "gateway      starting   pid 7       port 8000  /logs/gateway.log",
         "gateway      ready      pid 7       port 8000  /logs/gateway.log",
@@ -86,7 +86,7 @@ def test_a_terminal_has_the_progress_in_its_table(capsys):
     console.start()
     console.update("prefill-0", State.STARTING, pid=7)
     console.echo_log("prefill-0", loading(41))
-    console.settle()
+    console.freeze()
     assert "reading weights: 41 %, 1.50 GB/s" in capsys.readouterr().out
 
 

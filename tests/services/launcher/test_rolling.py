@@ -45,7 +45,7 @@ async def test_only_those_that_are_named(run, toys, files: RunFiles):
     pipeline = run(toys(gateway="ready", manager="ready"))
     await pipeline.until_ready()
     before = pipeline.supervisor.marks
-    files.want_restart(["manager"])
+    files.request_restart(["manager"])
     pipeline.supervisor.request_restart()
     await until_over(pipeline)
     after = pipeline.supervisor.marks

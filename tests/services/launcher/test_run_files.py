@@ -72,11 +72,11 @@ def test_a_strangers_process_is_never_signalled(tmp_path: Path):
         stranger = ProcessMark(process.pid, mark.start_ticks - 1)
         assert not stranger.alive
         assert not stranger.send(signal.SIGKILL)
-        assert stranger.wait_gone(0.0)
+        assert stranger.wait_ended(0.0)
         assert process.poll() is None
         assert mark.send(signal.SIGKILL)
         assert process.wait(timeout=10) == -signal.SIGKILL
-        assert mark.wait_gone(0.0)
+        assert mark.wait_ended(0.0)
     finally:
         process.kill()
         process.wait()

@@ -87,7 +87,7 @@ def serve(tmp_path: Path, small_model: Path) -> Iterator[Serve]:
     if state is not None:
         state.launcher.send(signal.SIGKILL)
         for mark in state.processes.values():
-            mark.wait_gone(10.0)
+            mark.wait_ended(10.0)
 
 
 def test_a_pipeline_from_start_to_the_death_of_its_launcher_and_the_next_one_to_its_stop(serve: Serve, tmp_path: Path):
@@ -117,7 +117,7 @@ def test_a_pipeline_from_start_to_the_death_of_its_launcher_and_the_next_one_to_
 
     state = serve.state
     state.launcher.send(signal.SIGKILL)
-    assert all(mark.wait_gone(10.0) for mark in state.processes.values())
+    assert all(mark.wait_ended(10.0) for mark in state.processes.values())
     assert serve("--status").returncode == 3
 
     file = write_gguf(random_model("llama"), tmp_path / "tiny.Q4_0.gguf", "Q4_0", extra=add_tokenizer)

@@ -48,7 +48,7 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Serve]]:
         if (state := serve.files.state()) is not None:
             state.launcher.send(signal.SIGKILL)
             for mark in state.processes.values():
-                mark.wait_gone(10.0)
+                mark.wait_ended(10.0)
 
 
 def _with_tokenizer(folder: Path, scratch: Path) -> Path:

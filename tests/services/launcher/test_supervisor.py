@@ -78,7 +78,7 @@ async def test_helpers_of_a_killed_process_end_with_it(run, toys, files: RunFile
     helper = ProcessMark.of(int(files.log_tail("predictor", 1)[0]))
     assert helper is not None
     os.kill(pipeline.pid("predictor"), signal.SIGKILL)
-    assert await asyncio.to_thread(helper.wait_gone, 5.0)
+    assert await asyncio.to_thread(helper.wait_ended, 5.0)
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path):
@@ -106,4 +106,4 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path):
     launcher.kill()
     launcher.wait(timeout=10)
     launcher.stdout.close()
-    assert child.wait_gone(5.0)
+    assert child.wait_ended(5.0)

@@ -242,7 +242,7 @@ def compared(
     reads = 2 * len(forms)
     rates = [read_bytes / min(pair) for pair in zip(seconds[reads], seconds[reads + 1], strict=True)]
     if lower_bounds is not None:
-        weight_bytes = lower_bounds.products.parameters * runner.numbers.itemsize
+        weight_bytes = lower_bounds.products.parameters * runner.compute_dtype.itemsize
         times["memory"] = [weight_bytes / rate for rate in rates]
     points = []
     for (context, _), step_s in zip(batches, seconds[reads + 2 :], strict=True):
@@ -269,7 +269,7 @@ class _Step:
     """Rows of one new token over shuffled blocks of a cache too large to stay in the processor."""
 
     def __init__(self, runner: ModelRunner, rows: int, context: int, cache_bytes: int) -> None:
-        geometry, dtype, self.fp8 = runner.geometry, runner.numbers, is_fp8(runner.kv.blocks)
+        geometry, dtype, self.fp8 = runner.geometry, runner.compute_dtype, is_fp8(runner.kv.blocks)
         dim, self.kv_heads, blocks = geometry.head_dim, geometry.num_kv_heads, -(-context // _ATTENTION_BLOCK)
         row_bytes = dim + SCALE_BYTES if self.fp8 else dim * dtype.itemsize
         block_bytes = 2 * self.kv_heads * _ATTENTION_BLOCK * row_bytes

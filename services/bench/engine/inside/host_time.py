@@ -104,9 +104,9 @@ class _Worker:
         params = SamplingParams(max_tokens=_OUTPUT - steps, temperature=temperature, stop_token_ids=(2,))
         for index in range(rows):
             request = Request(Attempt(f"request-{index}", 1), "gateway", [3 + index] * context, context, params, 0.0)
-            self.tell(Received("manager", StartSegment(request, [Segment(0, None, "unified")], 0, "")))
+            self.feed(Received("manager", StartSegment(request, [Segment(0, None, "unified")], 0, "")))
 
-    def tell(self, *events: WorkerEvent) -> None:
+    def feed(self, *events: WorkerEvent) -> None:
         self.now_s += 0.01
         effects = self.machine.handle(self.now_s, *events)
         if effects and isinstance(effects[-1], StartStep):
@@ -120,7 +120,7 @@ class _Worker:
         return plan
 
     def ended(self, sampling: list[Sequence]) -> None:
-        self.tell(StepEnded([Sampled(sequence.key, 1) for sequence in sampling], _STEP_S))
+        self.feed(StepEnded([Sampled(sequence.key, 1) for sequence in sampling], _STEP_S))
 
     def _clock_plans(self) -> None:
         """Measure the part of `WorkerMachine.handle` that decides."""
@@ -158,7 +158,7 @@ def measure(preset: str, rows: int, context: int, steps: int, *, ahead: bool, te
         for _ in range(steps):
             if ahead:
                 worker.planned_s = 0.0
-                _, planned_s = _timed(worker.tell, PlanAhead([]))
+                _, planned_s = _timed(worker.feed, PlanAhead([]))
             else:
                 _, ended_s = _timed(worker.ended, sampling)
                 planned_s = worker.planned_s

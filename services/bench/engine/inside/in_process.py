@@ -121,7 +121,7 @@ class InProcessEngine:
         """Run one iteration; return the sequences that got a token."""
         if self._submitted:
             submitted, self._submitted = self._submitted, []
-            self._tell(*submitted)
+            self._feed(*submitted)
         plan, self._next = self._next, None
         if plan is None:
             return []
@@ -129,10 +129,10 @@ class InProcessEngine:
         started = time.monotonic()
         output = self._runner.execute(batch)
         latency_s = time.monotonic() - started
-        self._tell(StepEnded(_sampled(sampling, output), latency_s))
+        self._feed(StepEnded(_sampled(sampling, output), latency_s))
         return sampling
 
-    def _tell(self, *events: WorkerEvent) -> None:
+    def _feed(self, *events: WorkerEvent) -> None:
         """Handle events, and perform only the step of their effects: there is no peer to send anything to."""
         effects = self._machine.handle(time.monotonic(), *events)
         if effects and isinstance(effects[-1], StartStep):

@@ -100,7 +100,7 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
     runner = load_runner(config, threads)
     runner.warm_up()
     found = _Found()
-    dtype = runner.numbers
+    dtype = runner.compute_dtype
     products = model_products(runner.geometry)
     if products is None:
         found.notes.append(f"no floors: a model of family {runner.geometry.family} does not say what it multiplies")

@@ -40,7 +40,7 @@ from cohort.common.types import InstanceId, Role
 from cohort.services.bench.engine.inside.in_process import start
 from cohort.services.bench.gpu_check.engine import steps
 from cohort.services.bench.gpu_check.frame.context import Check, rows_of
-from cohort.services.bench.gpu_check.frame.guard import NotThere
+from cohort.services.bench.gpu_check.frame.guard import NotInstalled
 
 WANTED_IDLE = 0.02
 _JOINING = 120  # tokens that the first request gets while the others' prompts are computed
@@ -78,7 +78,7 @@ def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: in
     context, count = (1024, 120) if check.real else (24, 10)
     alone_s = steps.recorded_s(check, runner, rows_of(runner, rows, 1, context))
     if alone_s is None:
-        raise NotThere("a recorded step for this many rows")
+        raise NotInstalled("a recorded step for this many rows")
     config = _serving(check, runner, folder)
     wall_s, chunks, decodes = asyncio.run(_serve(config, runner, rows, context - count, count))
     check.found.measured(

@@ -19,7 +19,7 @@ from torch import Tensor
 from cohort.common.errors import TransferError
 from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.context import Check
-from cohort.services.bench.gpu_check.frame.guard import NotThere
+from cohort.services.bench.gpu_check.frame.guard import NotInstalled
 from cohort.services.bench.links import MB, PIPELINED, Ends, LinkPair, Memory, open_link, send_there
 
 WANTED = 0.7
@@ -60,12 +60,12 @@ def _link(check: Check, name: str, payload: float) -> None:
 
 
 async def _measure(check: Check, name: str, payload: float) -> None:
-    """Raise `NotThere` for a link that cannot be opened here."""
+    """Raise `NotInstalled` for a link that cannot be opened here."""
     ends = Ends(memory=DeviceMemory(str(check.device)), sender=(_MODULE, str(check.device)))
     try:
         link = open_link(name, ends)
     except (TransferError, ImportError, OSError, ValueError) as error:
-        raise NotThere(str(error)) from None
+        raise NotInstalled(str(error)) from None
     pair = await LinkPair.open(name, ends, link)
     rounds = 12 if name == "ucx" or not check.real else 4  # through the host a run takes long enough once
     try:
@@ -83,7 +83,7 @@ async def _measure(check: Check, name: str, payload: float) -> None:
         await pair.close()
     if name == "ucx":
         told = "".join(log.read_text(encoding="utf-8", errors="replace") for log in check.logs.glob("ucx-*.log"))
-        check.found.said("ucx: large messages", "; ".join(transports(told)) or "it named no transport")
+        check.found.add_note("ucx: large messages", "; ".join(transports(told)) or "it named no transport")
 
 
 def transports(log: str) -> list[str]:

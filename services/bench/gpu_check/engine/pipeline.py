@@ -69,7 +69,7 @@ def _pipeline(check: Check, preset: str, load: Load, *, sampled: bool) -> None:
         for label, body in kinds:
             name = f"{preset}, {label}"
             before = _metrics(served)
-            _tell(check, name, load, served.load([ClientCommand(name, load.words(body), 0.0)])[name])
+            _add_findings(check, name, load, served.load([ClientCommand(name, load.words(body), 0.0)])[name])
             _idle(check, name, before, _metrics(served))
         if preset != "unified":
             _travelled(check, preset, served)
@@ -118,7 +118,7 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, fl
             shutil.copyfile(part, check.logs / f"pipeline-{preset}-{part.name}")
 
 
-def _tell(check: Check, name: str, load: Load, overall: dict[str, Any]) -> None:
+def _add_findings(check: Check, name: str, load: Load, overall: dict[str, Any]) -> None:
     found = check.found
     found.checked(
         f"{name}: every request completed",
@@ -141,7 +141,7 @@ def _idle(check: Check, name: str, before: str, after: str) -> None:
     """Measure the share of a busy worker's time without a step: gaps between steps, of gaps and steps together."""
     gaps, steps = (_total(after, what) - _total(before, what) for what in ("iteration_gap_seconds", "step_seconds"))
     if not before or not steps:
-        check.found.said(f"{name}: idle between steps", "the workers' metrics do not tell")
+        check.found.add_note(f"{name}: idle between steps", "the workers' metrics do not tell")
         return
     note = f"by the workers' metrics: {gaps:.2f} s of gaps, {steps:.2f} s of steps; the warm-up requests are in it"
     check.found.measured(f"{name}: idle between steps", gaps / (gaps + steps), "of the time", note=note)
@@ -161,7 +161,7 @@ def _travelled(check: Check, preset: str, served: Served) -> None:
     if preset == "disaggregated":
         check.found.checked(f"{preset}: KV travelled", any(totals.values()), words)
     else:  # where the first token comes soonest may be where the request is
-        check.found.said(f"{preset}: KV travelled", words or "the metrics name no bytes")
+        check.found.add_note(f"{preset}: KV travelled", words or "the metrics name no bytes")
 
 
 def _moved(metrics: str) -> dict[str, float]:

@@ -173,7 +173,7 @@ def _by_kernel(
     slug = name.replace(" ", "-").replace(",", "").replace(":", "")
     (check.logs / f"{slug}.kernels.json").write_text(json.dumps({"name": name, "note": words, "kernels": kept}))
     leading = ", ".join(f"{kernel['name'][:40]} {kernel['share']:.0%}" for kernel in kept[:3])
-    check.found.said(f"{name}: by kernel", f"{words}; {leading}")
+    check.found.add_note(f"{name}: by kernel", f"{words}; {leading}")
     if real:
         file = check.logs / f"{slug}.trace.json.gz"
         with contextlib.suppress(OSError, RuntimeError):

@@ -38,7 +38,7 @@ class DoesNotFit(Exception):
     """The item needs more memory than this device has."""
 
 
-class NotThere(Exception):
+class NotInstalled(Exception):
     """The item needs a tool, a package or a function that is not installed."""
 
 
@@ -82,7 +82,7 @@ class Guard:
     def item(self, name: str, call: Callable[[], Found], seconds: float = 60.0) -> Found | None:
         """Return `call`'s result; None where it failed, and then a row says why."""
         if (why := self.why_not()) != "":
-            self._found.said(name, why, "not run")
+            self._found.add_note(name, why, "not run")
             return None
         print(f"-- {name}", flush=True)
         started = time.monotonic()
@@ -114,15 +114,15 @@ class Guard:
 
     def judge(self, name: str, error: BaseException) -> None:
         """Add the row of an item that raised. Let go of what it held, then check that the device still answers."""
-        if isinstance(error, NotThere):
-            self._found.said(name, f"not there: {_words(error)}")
+        if isinstance(error, NotInstalled):
+            self._found.add_note(name, f"not there: {_words(error)}")
             return
         if isinstance(error, (torch.OutOfMemoryError, DoesNotFit)):
-            self._found.said(name, f"does not fit: {_words(error)}")
+            self._found.add_note(name, f"does not fit: {_words(error)}")
         else:
             traceback.print_exception(error)
             told = str(error) if isinstance(error, Overrun) else f"{type(error).__name__}: {_words(error)}"
-            self._found.said(name, told, "fail")
+            self._found.add_note(name, told, "fail")
         for each in (error, error.__cause__, error.__context__):
             if each is not None and each.__traceback__ is not None:
                 traceback.clear_frames(each.__traceback__)

@@ -81,7 +81,7 @@ class Findings:
         """Add something that is right or wrong."""
         self._add(name, note, "pass" if holds else "fail", bound="equal")
 
-    def said(self, name: str, note: str, verdict: Verdict = "info") -> None:
+    def add_note(self, name: str, note: str, verdict: Verdict = "info") -> None:
         """Add words without a number."""
         self._add(name, note, verdict)
 

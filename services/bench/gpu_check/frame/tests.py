@@ -27,7 +27,7 @@ def run(check: Check, *chosen: str) -> None:
     """Run `chosen`: files or tests of the folder (none: all), and further options of pytest's."""
     source = _linked(check.folder)
     if source is None:
-        check.found.said("tests", "they come with a checkout alone", "not run")
+        check.found.add_note("tests", "they come with a checkout alone", "not run")
         return
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.setdefault("COHORT_TEST_CACHES", str(check.folder))  # its cache folder is the run's own already
@@ -39,7 +39,7 @@ def run(check: Check, *chosen: str) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest takes an exit for a test's failure, and goes on
     with torch.inference_mode(False):
         status = pytest.main([*words, *_OPTIONS], [rows])
-    check.found.said("tests", ", ".join(f"{count} {what}" for what, count in rows.counts.items()))
+    check.found.add_note("tests", ", ".join(f"{count} {what}" for what, count in rows.counts.items()))
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         check.found.checked("pytest", False, f"ended with {status!r}")
 
@@ -88,7 +88,7 @@ class _Rows:
             self.counts[report.outcome] += 1
         if (why := self._guard.why_not()) != "" and not item.session.shouldstop:
             item.session.shouldstop = why
-            self._found.said("the section's other tests", why, "not run")
+            self._found.add_note("the section's other tests", why, "not run")
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

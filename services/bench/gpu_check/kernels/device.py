@@ -32,17 +32,17 @@ def _packages(check: Check) -> None:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"no {package}")
-    check.found.said("packages", ", ".join(versions))
-    check.found.said("tools", ", ".join(name if shutil.which(name) else f"no {name}" for name in _TOOLS))
+    check.found.add_note("packages", ", ".join(versions))
+    check.found.add_note("tools", ", ".join(name if shutil.which(name) else f"no {name}" for name in _TOOLS))
 
 
 def _device(check: Check) -> None:
     if check.device.type != "cuda":
-        check.found.said("device", f"a processor, {torch.get_num_threads()} threads")
+        check.found.add_note("device", f"a processor, {torch.get_num_threads()} threads")
         return
     properties = torch.cuda.get_device_properties(check.device)
     free, total = torch.cuda.mem_get_info(check.device)
-    check.found.said(
+    check.found.add_note(
         "device",
         f"{properties.name}, {properties.multi_processor_count} multiprocessors, capability "
         f"{properties.major}.{properties.minor}, {total >> 20} MiB, {free >> 20} free, CUDA {torch.version.cuda}",

@@ -43,7 +43,7 @@ def test_a_block_and_single_slots_of_it_meet_on_the_host(kv: KvTensors, copier: 
 
 def test_copies_beside_the_rows_are_done_with_them(kv: KvTensors, copier: KvCopier) -> None:
     wanted_block, wanted_slot = kv.host_blocks[1].clone(), token(kv.host_blocks, 2)
-    copies = [KvCopy("in", "block", (7,), (1,), beside=True), KvCopy("in", "slot", (9,), (2,), beside=True)]
+    copies = [KvCopy("in", "block", (7,), (1,), concurrent=True), KvCopy("in", "slot", (9,), (2,), concurrent=True)]
     with copier.around(copies):
         pass
     assert torch.equal(kv.blocks[7], wanted_block)
@@ -51,6 +51,6 @@ def test_copies_beside_the_rows_are_done_with_them(kv: KvTensors, copier: KvCopi
 
 
 def test_a_failed_copy_fails_the_iteration(kv: KvTensors, copier: KvCopier) -> None:
-    outside = KvCopy("in", "slot", (80,), (0,), beside=True)
+    outside = KvCopy("in", "slot", (80,), (0,), concurrent=True)
     with pytest.raises((IndexError, RuntimeError)), copier.around([outside]):
         pass

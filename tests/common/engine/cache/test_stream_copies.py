@@ -15,7 +15,7 @@ from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.device.streams import HostStream, Mark
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies import kv_interface
-from cohort.common.policies.kv_interface import KvCopy, goes_beside
+from cohort.common.policies.kv_interface import KvCopy, can_overlap
 from cohort.common.types import KvGeometry
 from tests.examples import examples
 
@@ -61,7 +61,7 @@ class Watched(HostStream):
 def test_the_device_keeps_the_order_and_the_host_waits_once() -> None:
     log: list[str] = []
     copier = StreamCopier(make_kv(), Watched("rows", log), Watched("copies", log))
-    first, beside = KvCopy("out", "block", (1,), (0,)), KvCopy("in", "block", (4,), (2,), beside=True)
+    first, beside = KvCopy("out", "block", (1,), (0,)), KvCopy("in", "block", (4,), (2,), concurrent=True)
     with copier.around([KvCopy("in", "block", (3,), (1,)), KvCopy("in", "slot", (9,), (3,)), beside]):
         log.append("rows run")
     assert log == [
@@ -87,7 +87,7 @@ def test_the_device_keeps_the_order_and_the_host_waits_once() -> None:
         "host waits for copies",
     ]
     log.clear()
-    with copier.around([first, KvCopy("in", "block", (4,), (0,), beside=True)]):
+    with copier.around([first, KvCopy("in", "block", (4,), (0,), concurrent=True)]):
         log.append("rows run")
     # What comes in is what has just gone out: its host memory is settled first.
     assert log == [
@@ -168,11 +168,11 @@ def test_rows_may_write_over_what_goes_out(copies: list[KvCopy]) -> None:
 
 def test_too_much_to_stage_goes_before_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = GEOMETRY.block_bytes
-    assert goes_beside([KvCopy("out", "block", (1, 2), (0, 1))], GEOMETRY)
+    assert can_overlap([KvCopy("out", "block", (1, 2), (0, 1))], GEOMETRY)
     monkeypatch.setattr(kv_interface, "STAGED_BYTES", 2 * block_bytes)
-    assert goes_beside([KvCopy("out", "block", (1, 2), (0, 1))], GEOMETRY)
-    assert not goes_beside([KvCopy("out", "block", (1, 2, 3), (0, 1, 2))], GEOMETRY)
-    assert not goes_beside([KvCopy("out", "block", (1,), (0,)), KvCopy("in", "block", (2,), (1,))], GEOMETRY)
+    assert can_overlap([KvCopy("out", "block", (1, 2), (0, 1))], GEOMETRY)
+    assert not can_overlap([KvCopy("out", "block", (1, 2, 3), (0, 1, 2))], GEOMETRY)
+    assert not can_overlap([KvCopy("out", "block", (1,), (0,)), KvCopy("in", "block", (2,), (1,))], GEOMETRY)
     log: list[str] = []
     kv = make_kv()
     with StreamCopier(kv, Watched("rows", log), Watched("copies", log)).around(

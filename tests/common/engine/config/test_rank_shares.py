@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cohort.common.engine.config.model_config import ExpertsGeometry, ModelGeometry, read_geometry
-from cohort.common.engine.config.rank_shares import Columns, Part, RankShare, check_degree, degrees, hindrance
+from cohort.common.engine.config.rank_shares import Columns, Part, RankShare, check_degree, degrees, why_not_divisible
 from cohort.common.engine.ranks import sharded_weights
 from cohort.common.engine.ranks.sharded_weights import ShardedRandom, ShardedWeights
 from cohort.common.engine.weights.tensor_files import _Mapped
@@ -76,8 +76,8 @@ def mixture(**change: Any) -> ExpertsGeometry:
 )
 def test_what_does_not_divide_is_named(change: dict[str, Any], degree: int, reason: str) -> None:
     geometry = dataclasses.replace(LLAMA_8B, **change)
-    assert reason in hindrance(geometry, degree)
-    assert hindrance(geometry, 1) == ""
+    assert reason in why_not_divisible(geometry, degree)
+    assert why_not_divisible(geometry, 1) == ""
     with pytest.raises(ConfigError, match=f"tensor_parallel: {degree}: here: .*degrees for this model: 1"):
         check_degree(geometry, degree, "here")
 
@@ -94,7 +94,7 @@ def test_degrees_of_a_model() -> None:
 def test_columns_are_divided_by_whole_groups(columns: Columns) -> None:
     """All of them, in order; no rank has more than one group more than another, and none more than the first."""
     for degree in range(1, 9):
-        if columns.hindrance(degree):
+        if columns.why_not_divisible(degree):
             assert (columns.together == 1 and columns.count % degree) or columns.groups < degree
             continue
         parts = [columns.of(rank, degree) for rank in range(degree)]

@@ -189,7 +189,7 @@ def test_penalties_and_grammars_take_in_tokens_that_are_under_way(
                 outputs = _fill_all(driver, under_way.pop(0))
             for row, token in zip(rows if not behind else (), outputs.values(), strict=False):
                 if row.history is not None:
-                    row.history.catch_up([token])
+                    row.history.extend([token])
                 if row.grammar is not None:
                     row.grammar.output.append(token)
         for launched in under_way:

@@ -14,7 +14,7 @@ import transformers
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.models import generic
-from cohort.common.engine.models.generic import hindrances
+from cohort.common.engine.models.generic import unrecordable_operations
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.errors import ModelError
 from tests.common.engine.driver import (
@@ -137,7 +137,7 @@ def test_a_model_that_asks_the_device_is_not_recorded(tmp_path: Path) -> None:
     folder = save_random_model(config, tmp_path / "m")
     runner = make_runner(folder, device_steps=True, share=DeviceShare(graphs=1 << 40))
     model: Any = runner._model
-    assert model.hindrances == ("aten::_local_scalar_dense",)
+    assert model.unrecordable == ("aten::_local_scalar_dense",)
     runner.warm_up()
     steps: Any = runner._device_steps
     assert steps.decode.classes == () and steps.mixed.classes == ()
@@ -177,4 +177,4 @@ def test_what_cannot_be_recorded_is_seen(
     asks: Callable[[torch.Tensor], object], found: tuple[str, ...], model_folder: Callable[[str], Path]
 ) -> None:
     geometry = read_geometry(model_folder("gpt-neox"))
-    assert hindrances(_Asking(asks), geometry, torch.float32, torch.device("cpu")) == found
+    assert unrecordable_operations(_Asking(asks), geometry, torch.float32, torch.device("cpu")) == found

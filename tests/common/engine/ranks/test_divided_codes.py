@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.config.quantization_config import keeps_codes
-from cohort.common.engine.config.rank_shares import RankShare, check_degree, hindrance
+from cohort.common.engine.config.rank_shares import RankShare, check_degree, why_not_divisible
 from cohort.common.engine.ranks.sharded_weights import open_sharded
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import ScoringRow, StepBatch
@@ -68,9 +68,9 @@ def test_a_rank_holds_its_part_of_the_codes(name: str, source: Path, tmp_path: P
     folder = write(source, tmp_path, name).folder
     geometry, degree = read_geometry(folder), 4
     if name in STRADDLING:
-        assert "share scales in groups of 64, and each rank's 32 would cut" in hindrance(geometry, degree)
+        assert "share scales in groups of 64, and each rank's 32 would cut" in why_not_divisible(geometry, degree)
         degree = 2
-    assert hindrance(geometry, degree) == ""
+    assert why_not_divisible(geometry, degree) == ""
     with open_weights(folder, "files", geometry.quantization) as whole:
         assert isinstance(whole, QuantizedFiles)
         for rank in (0, degree - 1):
@@ -171,4 +171,4 @@ def test_what_cannot_be_cut_is_named(source: Path, tmp_path: Path) -> None:
     quantization = geometry.quantization
     assert quantization is not None
     plain = dataclasses.replace(quantization, excluded=("o_proj", "down_proj"))
-    assert hindrance(dataclasses.replace(geometry, quantization=plain), 4) == ""
+    assert why_not_divisible(dataclasses.replace(geometry, quantization=plain), 4) == ""

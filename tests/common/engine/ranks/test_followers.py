@@ -85,7 +85,7 @@ def test_recorded_steps_of_two_gpus_answer_as_transformers(model_folder: Callabl
 def test_ranks_that_would_record_different_steps_do_not_start(model_folder: Callable[[str], Path]) -> None:
     with group_runner(model_folder("qwen3"), 2, graphs=(1 << 40, 1 << 40)) as runner:
         steps: Any = runner._device_steps
-        steps.mixed.wanted = steps.mixed.wanted[1:]
+        steps.mixed.pending_classes = steps.mixed.pending_classes[1:]
         with pytest.raises(InvariantViolated, match="would record different steps"):
             runner.warm_up()
 

@@ -11,7 +11,7 @@ from cohort.common.config import Config, EndpointsConfig, EngineConfig, LoggingC
 from cohort.common.engine.ranks.rank_hosts import (
     Join,
     Place,
-    RanksElsewhere,
+    RemoteRanks,
     group_on_hosts,
     join_of,
     joined,
@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(leader: RanksElsewhere, join: Join) -> None:
+def ask(leader: RemoteRanks, join: Join) -> None:
     place = Place(leader.endpoint, "", "", "cpu", 1, "lo", 5.0, LoggingConfig(), join)
     joined(place, lambda reason: None)
 
@@ -52,7 +52,7 @@ def ask(leader: RanksElsewhere, join: Join) -> None:
     ],
 )
 def test_one_that_differs_is_told_in_what(model: Path, changed: dict[str, object], says: str) -> None:
-    leader = RanksElsewhere(CONFIG, GROUP, model)
+    leader = RemoteRanks(CONFIG, GROUP, model)
     try:
         join = join_of(CONFIG, GROUP, model, 2)
         with pytest.raises(ConfigError, match=says):

@@ -221,9 +221,9 @@ def test_what_sampling_looks_back_on_is_left_to_the_engine_while_a_token_is_unde
     assert history is not None and grammar is not None
     known = sequence.tokens[1:]  # behind a prompt of one token
     assert (history.output_tokens, grammar.output) == (3, known)
-    assert behind.looks_back and not first.looks_back
+    assert behind.needs_last_tokens and not first.needs_last_tokens
     for _ in range(2):  # a step that the device refuses memory for is begun again
-        behind.look_back(np.array([7]))
+        behind.apply_last_tokens(np.array([7]))
         assert (history.output_tokens, grammar.output) == (4, [*known, 7])
     sequence.tokens += [7, 8]
     sequence.computed = 5

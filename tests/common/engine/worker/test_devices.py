@@ -14,7 +14,7 @@ import torch
 
 from cohort.common.config import Config, load_config
 from cohort.common.devices import inventory
-from cohort.common.devices.gpu_locks import DeviceClaims, Wish
+from cohort.common.devices.gpu_locks import DeviceClaims, ShareRequest
 from cohort.common.devices.refusal import TorchFacts
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.runner.model_runner import ModelRunner
@@ -25,8 +25,8 @@ from cohort.common.engine.worker.devices import (
     claim_device,
     engine_facts,
     engine_warnings,
+    share_request,
     take_together,
-    wish_for,
 )
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.types import Role
@@ -100,18 +100,18 @@ def test_sharers_are_planned_before_memory_is_divided(tmp_path: Path, box: Any) 
 
 def test_ranks_of_a_worker_claim_a_gpu_each_or_none(tmp_path: Path) -> None:
     claims, three = DeviceClaims(tmp_path), cards(3)
-    first = take_together(claims, three, Wish(1, "decode-0", Role.DECODE), 2)
+    first = take_together(claims, three, ShareRequest(1, "decode-0", Role.DECODE), 2)
     assert len({gpu.index for gpu, _ in first}) == 2
-    assert take_together(claims, three, Wish(1, "decode-1", Role.DECODE), 2) == []
+    assert take_together(claims, three, ShareRequest(1, "decode-1", Role.DECODE), 2) == []
     assert sum(len(claims.claims(gpu.uuid)) for gpu in three) == 2, "the one that it found is free again"
     for _, share in first:
         share.release()
-    assert len(take_together(claims, three, Wish(1, "decode-1", Role.DECODE), 2)) == 2
+    assert len(take_together(claims, three, ShareRequest(1, "decode-1", Role.DECODE), 2)) == 2
 
 
 def test_workers_of_several_ranks_take_the_roles_of_the_plan(tmp_path: Path) -> None:
     claims, four = DeviceClaims(tmp_path), cards(4)
-    wish = Wish(1, "worker", (Role.PREFILL, Role.DECODE))
+    wish = ShareRequest(1, "worker", (Role.PREFILL, Role.DECODE))
     roles = [[share.role for _, share in take_together(claims, four, wish, 2)] for _ in range(2)]
     assert roles == [[Role.PREFILL] * 2, [Role.DECODE] * 2]
 
@@ -161,7 +161,7 @@ def _claims(tmp_path: Path) -> dict[str, Any]:
 
 def test_only_the_pipelines_own_number_of_gpus(tmp_path: Path) -> None:
     config = configured(tmp_path, workers="auto", engine={"gpus": 2})
-    wish = wish_for(config, "worker-a", Role.PREFILL, 8)
+    wish = share_request(config, "worker-a", Role.PREFILL, 8)
     assert (wish.most_gpus, wish.sharers, wish.role) == (2, 1, (Role.UNIFIED, Role.UNIFIED))
 
 

@@ -13,9 +13,9 @@ class Turned:
 
     def iteration(self, begins_s: float, ends_s: float) -> None:
         self.now_s = begins_s
-        self.gaps.begun()
+        self.gaps.on_start()
         self.now_s = ends_s
-        self.gaps.ended()
+        self.gaps.on_end()
 
 
 def test_from_the_end_of_one_to_the_beginning_of_the_next() -> None:
@@ -37,11 +37,11 @@ def test_waiting_for_work_is_no_gap() -> None:
 
 def test_rows_that_begin_behind_others_leave_no_gap() -> None:
     turned = Turned()
-    turned.gaps.begun()
-    turned.gaps.begun()
+    turned.gaps.on_start()
+    turned.gaps.on_start()
     turned.now_s = 1.0
-    turned.gaps.ended()
+    turned.gaps.on_end()
     turned.now_s = 2.0
-    turned.gaps.ended()
+    turned.gaps.on_end()
     turned.iteration(2.25, 3.0)
     assert turned.found == [0.0, 0.25]

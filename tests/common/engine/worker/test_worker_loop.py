@@ -202,7 +202,7 @@ async def _answers(
         launch = running.runner.launch
 
         def counted(batch: StepBatch) -> Any:
-            running.penalised_behind += batch.looks_back
+            running.penalised_behind += batch.needs_last_tokens
             return launch(batch)
 
         monkeypatch.setattr(running.runner, "launch", counted)

@@ -19,7 +19,7 @@ from cohort.common.machines.events import (
     Tick,
     Undelivered,
 )
-from cohort.common.machines.gateway.peers import PATIENCE
+from cohort.common.machines.gateway.peers import MAX_TIMEOUTS
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,
@@ -212,7 +212,7 @@ def test_a_late_prediction_of_an_unsubmitted_request_rides_along() -> None:
 
 def test_a_predictor_that_is_away_delays_nothing() -> None:
     gateway = Gateway()
-    for number in range(PATIENCE):
+    for number in range(MAX_TIMEOUTS):
         gateway.offer(f"r{number}")
         gateway.until(gateway.now_s + 0.02)
     assert len(sent(Submit, gateway.offer("next"))) == 1

@@ -12,13 +12,13 @@ def link() -> ManagerLink:
 
 
 def greeted(one: ManagerLink, now_s: float, incarnation: int = 7) -> bool:
-    one.heard(now_s, "manager")
+    one.note_alive(now_s, "manager")
     return one.on_hello(now_s, "manager", ManagerHello(incarnation))
 
 
 def greeting(one: ManagerLink, now_s: float) -> GatewayHello | None:
     """Of the one manager there is, if it is due."""
-    greetings = one.greetings(now_s)
+    greetings = one.due_hellos(now_s)
     assert [name for name, _ in greetings] in ([], ["manager"])
     return greetings[0][1] if greetings else None
 
@@ -30,12 +30,12 @@ def test_it_greets_until_answered_and_soon_again_when_loads_are_overdue() -> Non
     assert greeting(one, 0.25) == HELLO
     assert greeted(one, 1.1)
     assert greeting(one, 1.5) is None and one.known(1.5)
-    one.heard(2.5, "manager")
+    one.note_alive(2.5, "manager")
     assert greeting(one, 3.0) is None
     assert not one.known(3.2)
     assert greeting(one, 3.2) == HELLO
     assert one.due_s() == 3.2 + 0.2
-    one.heard(3.25, "manager")
+    one.note_alive(3.25, "manager")
     assert one.known(3.3) and greeting(one, 3.5) is None
 
 
@@ -60,11 +60,11 @@ def test_readiness_has_a_reason() -> None:
     assert "not answered" in (one.not_ready_because(0.0) or "")
     greeted(one, 0.0)
     assert "not reported" in (one.not_ready_because(0.0) or "")
-    one.heard(0.1, "manager")
+    one.note_alive(0.1, "manager")
     one.on_load(LOAD)
     assert one.not_ready_because(0.2) is None
     assert "silent for 2.4 s" in (one.not_ready_because(2.5) or "")
-    one.heard(3.0, "manager")
+    one.note_alive(3.0, "manager")
     one.on_load(ClusterLoad(False, [], 0, 0, 0, 0, 0, 0, 0.0))
     assert "no worker" in (one.not_ready_because(3.0) or "")
 
@@ -83,7 +83,7 @@ def test_readiness_outlasts_a_takeover_and_not_the_loss_of_all_workers() -> None
     assert one.not_ready_because(0.8) is None
     one.on_load(LOAD)
     assert one.not_ready_because(1.0) is None
-    one.heard(2.9, "manager-1")
+    one.note_alive(2.9, "manager-1")
     one.on_load(NO_WORKER)
     assert "no worker" in (one.not_ready_because(2.9) or "")
     assert one.on_hello(3.0, "manager-1", ManagerHello(10, epoch=25))  # after one that could not serve

@@ -16,7 +16,7 @@ def test_attempts_without_an_owner_come_in_the_order_their_worker_named_them() -
     roster = Roster(report_timeout_s=3.0)
     roster.registered(0.0, RegisterWorker("u", 1, "at-u", CAPACITY, first))
     assert roster.reported(0.1, WorkerReport("u", 1, 1, WorkerStats(), [*first, *later])) == []
-    assert roster.ownerless(10.0) == [(attempt, ["u"]) for attempt in [*first, *later]]
+    assert roster.unclaimed_since_long(10.0) == [(attempt, ["u"]) for attempt in [*first, *later]]
 
 
 def test_attempts_that_a_worker_no_longer_names_are_missed_in_an_order_of_their_own() -> None:

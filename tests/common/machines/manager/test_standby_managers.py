@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cohort.common.machines.effects import ManagerEffect, Send, WorkerEffect
 from cohort.common.machines.events import Received, ReportDue, Tick
-from cohort.common.machines.gateway.peers import STANDBY_GREETING_S, ManagerLink
+from cohort.common.machines.gateway.peers import STANDBY_HELLO_INTERVAL_S, ManagerLink
 from cohort.common.machines.manager.leadership import MOST_MANAGERS, Leadership
 from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker.worker import WorkerMachine
@@ -230,7 +230,7 @@ def link() -> ManagerLink:
 
 
 def asked(one: ManagerLink, now_s: float) -> list[str]:
-    return [name for name, hello in one.greetings(now_s) if hello.lead]
+    return [name for name, hello in one.due_hellos(now_s) if hello.lead]
 
 
 def test_at_its_start_a_gateway_looks_for_a_leader_before_it_asks_for_one() -> None:
@@ -250,26 +250,28 @@ def test_at_its_start_a_gateway_looks_for_a_leader_before_it_asks_for_one() -> N
 
 def test_a_gateway_asks_the_first_standby_that_lives_when_its_leader_is_silent() -> None:
     one = link()
-    one.greetings(0.0)
+    one.due_hellos(0.0)
     one.on_hello(0.0, A, ManagerHello(1, 8))
-    one.heard(0.9, A)
-    assert [name for name, _ in one.greetings(STANDBY_GREETING_S)] == [B, C], "now and then, to know who is there"
-    one.heard(1.0, A)
+    one.note_alive(0.9, A)
+    assert [name for name, _ in one.due_hellos(STANDBY_HELLO_INTERVAL_S)] == [B, C], (
+        "now and then, to know who is there"
+    )
+    one.note_alive(1.0, A)
     one.on_hello(1.0, C, ManagerHello(3, 8, False))
     assert one.known(1.5) and not one.known(1.7)
     assert asked(one, 1.7) == [C], "B never spoke"
     assert one.on_hello(1.71, C, ManagerHello(3, 10))
-    assert not one.heard(1.8, A), "what the old one still says counts no more"
+    assert not one.note_alive(1.8, A), "what the old one still says counts no more"
     assert not one.on_hello(1.9, A, ManagerHello(1, 8)) and one.manager == C
 
 
 def test_a_leader_that_says_that_it_was_replaced_is_not_waited_for() -> None:
     one = link()
-    one.greetings(0.0)
+    one.due_hellos(0.0)
     one.on_hello(0.0, A, ManagerHello(1, 8))
     assert not one.on_hello(0.3, A, ManagerHello(1, 18, False))
     assert not one.known(0.3)
-    greetings = one.greetings(0.3)
+    greetings = one.due_hellos(0.3)
     assert [(name, hello.lead, hello.epoch) for name, hello in greetings] == [(n, False, 18) for n in (A, B, C)]
     assert one.on_hello(0.31, C, ManagerHello(3, 18)) and one.known(0.31)
 

@@ -135,7 +135,7 @@ def test_runs_that_end_more_often_than_they_began() -> None:
 def test_kv_that_is_freed_while_the_link_reads_it() -> None:
     worker, runs = sending()
     worker.handle(1.3, Received("decode", KvAccepted(R, 9)))
-    settling = worker.sender._settling[9]
+    settling = worker.sender._draining[9]
     assert settling.in_flight == runs
     assert worker.kv.held(R)
     with pytest.raises(AssertionError, match=f"is freed with {runs} runs in flight"):

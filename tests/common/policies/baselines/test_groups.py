@@ -66,7 +66,7 @@ def longest_cached(kv: PagedAllocator, tokens: list[int]) -> int:
         if all(
             of_group(hashes[index], group) in known
             for group, window in enumerate(kv.geometry.windows)
-            for index in range(kv.geometry.behind(full * SIZE, window), full)
+            for index in range(kv.geometry.blocks_before_window(full * SIZE, window), full)
         )
     ]
     return max(fitting) * SIZE

@@ -80,9 +80,9 @@ class Memory:
         """The rows that were given blocks, after the iteration's copies; late copies come last, as they may."""
         copies = self.kv.take_copies()
         self.kv.check()
-        self.copy([copy for copy in copies if not copy.beside])
+        self.copy([copy for copy in copies if not copy.concurrent])
         self.write(rows)
-        self.copy([copy for copy in copies if copy.beside])
+        self.copy([copy for copy in copies if copy.concurrent])
         self.commit(rows)
         return copies
 

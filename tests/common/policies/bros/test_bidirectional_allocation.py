@@ -84,7 +84,7 @@ def test_blocks_brought_back_beside_the_rows_are_there_for_the_next_iteration() 
     memory.prefill(rt)
     memory.kv.release(rt.key)
     assert memory.kv.restore(be)
-    assert memory.step([]) == [KvCopy("in", "slot", (6,), (2,), beside=True)]
+    assert memory.step([]) == [KvCopy("in", "slot", (6,), (2,), concurrent=True)]
     assert memory.run(be) == []
 
 

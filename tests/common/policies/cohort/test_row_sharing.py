@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.row_sharing import due_first, lasting_shape, longest_shared_s, newcomers
+from cohort.common.policies.cohort.row_sharing import admissible_rows, due_first, lasting_shape, longest_shared_s
 from cohort.common.sequence import Sequence
 from tests.common.policies.cohort.promised import promised
 
@@ -18,17 +18,17 @@ def decoding(*tpots_s: float) -> list[Sequence]:
 
 
 def test_twice_as_many_sequences_as_rows_where_an_iteration_takes_half_a_tpot() -> None:
-    assert newcomers(decoding(*[0.08] * 10), 10, STEP_S, 0.0) == 10
-    assert newcomers(decoding(*[0.08] * 20), 10, STEP_S, 0.0) == 0
-    assert newcomers(decoding(*[0.08] * 10), 10, STEP_S, 0.1) == 8, "headroom stays"
+    assert admissible_rows(decoding(*[0.08] * 10), 10, STEP_S, 0.0) == 10
+    assert admissible_rows(decoding(*[0.08] * 20), 10, STEP_S, 0.0) == 0
+    assert admissible_rows(decoding(*[0.08] * 10), 10, STEP_S, 0.1) == 8, "headroom stays"
 
 
 def test_a_sequence_without_a_tpot_keeps_its_row() -> None:
-    assert newcomers(decoding(*[0.0] * 10), 10, STEP_S, 0.0) == 0
+    assert admissible_rows(decoding(*[0.0] * 10), 10, STEP_S, 0.0) == 0
     effort = [promised(f"e{index}", 4, traffic_class="be") for index in range(10)]
-    assert newcomers(effort, 10, STEP_S, 0.0) == 0
-    assert newcomers(decoding(0.0), 10, STEP_S, 0.5) == 9, "rows that are free are free"
-    assert newcomers([], 10, STEP_S, 0.5) == newcomers([], 10, 0.0, 0.5) == 10
+    assert admissible_rows(effort, 10, STEP_S, 0.0) == 0
+    assert admissible_rows(decoding(0.0), 10, STEP_S, 0.5) == 9, "rows that are free are free"
+    assert admissible_rows([], 10, STEP_S, 0.5) == admissible_rows([], 10, 0.0, 0.5) == 10
 
 
 def test_an_iteration_is_as_long_as_all_of_them_can_bear() -> None:
@@ -51,7 +51,7 @@ def test_every_one_that_is_let_in_keeps_its_tpot(tpots_s: list[float], rows: int
     running: list[Sequence] = []
     for index, tpot_s in enumerate(tpots_s):
         each = promised(f"r{index}", 4, tpot_s=max(tpot_s, STEP_S) if tpot_s else 0.0)
-        if newcomers([*running, each], rows, STEP_S, HEADROOM) or len(running) < rows:
+        if admissible_rows([*running, each], rows, STEP_S, HEADROOM) or len(running) < rows:
             running.append(each)
     tokens = dict.fromkeys((each.key for each in running), 0)
     steps = 150

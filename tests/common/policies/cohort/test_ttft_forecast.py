@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
+from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, slowdown
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
@@ -175,7 +175,7 @@ def test_shorter_prompts_that_keep_coming_stretch_the_wait_of_longer_ones() -> N
         arriving.arrived(0.1 * index, 100, 300.0)
     assert arriving.shorter_per_s(5000) == pytest.approx((1000, 3000), rel=0.15)
     assert arriving.shorter_per_s(50) == (0.0, 0.0)
-    assert stretch(1000, 4000) == pytest.approx(4 / 3)
-    assert stretch(9000, 4000) == pytest.approx(10.0)
+    assert slowdown(1000, 4000) == pytest.approx(4 / 3)
+    assert slowdown(9000, 4000) == pytest.approx(10.0)
     arriving.arrived(100.0, 100, 300.0)  # a long silence
     assert arriving.shorter_per_s(5000).tokens < 50

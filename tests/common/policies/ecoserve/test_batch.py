@@ -44,9 +44,9 @@ def test_a_late_sequence_with_as_much_left_joins_the_group() -> None:
 def test_whose_drafts_were_right_ends_with_an_earlier_group() -> None:
     batch, (a, b, c) = three()
     advance(batch)
-    batch.hurry(c, 2)
+    batch.advance(c, 2)
     assert (batch.groups, batch.left(c)) == (1, 2)
-    batch.hurry(a, 9)
+    batch.advance(a, 9)
     assert batch.ended() == [a], "at once, where it is further than its end"
     advance(batch, 2)
     assert batch.ended() == [b, c]

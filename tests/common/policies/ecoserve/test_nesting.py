@@ -32,7 +32,7 @@ def test_the_buffer_shortens_the_borrower() -> None:
 
 
 def test_the_rest_of_a_place_is_reached_later() -> None:
-    assert Place(4, 8, 16).behind(3, 4) == Place(7, 8, 28)
+    assert Place(4, 8, 16).rest_after(3, 4) == Place(7, 8, 28)
 
 
 def test_the_longest_that_is_done_in_time_and_of_equals_the_loosest() -> None:
@@ -73,7 +73,7 @@ def test_against_brute_force(
 
 @given(st.integers(0, 5000), st.integers(1, 3000), st.sampled_from([1, 16, 32]), st.floats(0.0, 1.0))
 def test_no_borrower_fits_beyond_half_and_a_block(computed: int, left: int, size: int, buffer: float) -> None:
-    """By which lenders are passed over before their tables are looked at (`Loans.arrange`)."""
+    """By which lenders are passed over before their tables are looked at (`LendingRule.arrange`)."""
     place = second_half(computed, computed + left, size)
     if place is not None:
         assert (1.0 + buffer) * longest_borrower(place, buffer) <= left / 2 + size

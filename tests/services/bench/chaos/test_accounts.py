@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cohort.services.bench.chaos.accounts import Accounts, Fault, Verdict, Waits, judge
-from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
-from cohort.services.bench.chaos.said import Said
+from cohort.services.bench.chaos.answer_content import AnswerContent
+from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Replied, Silent
 
-KNOWN = Said(("a harbour",), ((),), ((),), ("length",))
-OTHER = Said(("a night",), ((),), ((),), ("length",))
+KNOWN = AnswerContent(("a harbour",), ((),), ((),), ("length",))
+OTHER = AnswerContent(("a night",), ((),), ((),), ("length",))
 GATEWAY = Fault("gateway", "kill", 10.0, 14.0)
 SECOND_GATEWAY = Fault("gateway-1", "kill", 10.0, 14.0)
 STOPPED = Fault("gateway", "stop", 10.0, 14.0)
@@ -24,8 +24,8 @@ WORKER = Fault("decode-0", "kill", 10.0, 14.0)
         (Answered(OTHER), KNOWN, [], Verdict.WRONG),
         (Answered(OTHER), KNOWN, [GATEWAY], Verdict.WRONG),
         (Answered(KNOWN), 400, [], Verdict.WRONG),
-        (Told(200, {}), 200, [], Verdict.RIGHT),
-        (Told(200, {}), 401, [], Verdict.WRONG),
+        (Replied(200, {}), 200, [], Verdict.RIGHT),
+        (Replied(200, {}), 401, [], Verdict.WRONG),
         (Refused(400, "too long"), 400, [], Verdict.RIGHT),
         (Refused(400, ""), 400, [], Verdict.LOST),
         (Refused(400, "too long"), KNOWN, [WORKER], Verdict.LOST),
@@ -44,7 +44,9 @@ WORKER = Fault("decode-0", "kill", 10.0, 14.0)
         (Left(), KNOWN, [], Verdict.LEFT),
     ],
 )
-def test_the_verdict(ending: Ending, expected: Said | int | None, under: list[Fault], verdict: Verdict) -> None:
+def test_the_verdict(
+    ending: Ending, expected: AnswerContent | int | None, under: list[Fault], verdict: Verdict
+) -> None:
     assert judge(ending, expected, under)[0] is verdict
 
 

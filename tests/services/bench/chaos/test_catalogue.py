@@ -10,8 +10,8 @@ from random import Random
 from tokenizers import Tokenizer
 
 from cohort.services.bench.chaos import tiny_model
+from cohort.services.bench.chaos.answer_content import Api
 from cohort.services.bench.chaos.catalogue import catalogue, fresh, refusal
-from cohort.services.bench.chaos.said import Api
 
 
 def test_the_same_seed_makes_the_same_requests_of_every_api() -> None:

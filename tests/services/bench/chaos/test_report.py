@@ -10,7 +10,7 @@ from cohort.common.errors import ConfigError
 from cohort.services.bench.chaos import report
 from cohort.services.bench.chaos.accounts import Accounts, Fault, Waits
 from cohort.services.bench.chaos.census import Life, Sample
-from cohort.services.bench.chaos.exchange import Broken, Refused, Told
+from cohort.services.bench.chaos.exchange import Broken, Refused, Replied
 from cohort.services.bench.chaos.kill_table import lost
 
 
@@ -52,7 +52,7 @@ def accounts(*faults: Fault, cut: int = 0) -> Accounts:
     """Two requests read, one of them lost, and as many cut off with the gateway."""
     made = Accounts()
     made.faults += faults
-    made.book("read: a", 0.0, 1.0, Told(200, {}), 200)
+    made.book("read: a", 0.0, 1.0, Replied(200, {}), 200)
     made.book("read: b", 1.0, 2.0, Broken("reset"), 200)
     for _ in range(cut):
         made.book("read: c", 3.5, 4.0, Broken("reset"), 200)

@@ -183,7 +183,7 @@ def test_a_decode_step_allocates_nothing_but_the_sampled_tokens(model_folder: Mo
 @pytest.mark.parametrize(("cache_dtype", "row_bytes"), [("auto", 16 * 4), ("fp8", 16 + 1)])
 def test_attention_of_the_models_own_heads(model_folder: ModelFolder, cache_dtype: str, row_bytes: int) -> None:
     runner = make_runner(model_folder("llama"), cache_dtype=cache_dtype)
-    assert runner.numbers == torch.float32
+    assert runner.compute_dtype == torch.float32
     point = measure_attention(runner, rows=2, context=32, rounds=2, cache_bytes=1 << 20)
     # 2 rows x 32 positions x K and V x 2 heads in every layer
     assert point.read_bytes == point.layers * 2 * 32 * 2 * 2 * row_bytes

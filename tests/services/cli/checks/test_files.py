@@ -159,8 +159,8 @@ def test_gpus(driver: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_torch_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
-    assert files.ask_torch(str(tmp_path / "no-python")) is None
-    facts = files.ask_torch()
+    assert files.probe_torch(str(tmp_path / "no-python")) is None
+    facts = files.probe_torch()
     assert facts is not None and facts.version
 
 

@@ -10,7 +10,7 @@ import pytest
 from cohort import __version__
 from cohort.services.cli.checks import pipeline
 from cohort.services.cli.checks.finding import Finding
-from cohort.services.cli.checks.reading import Reading, Word
+from cohort.services.cli.checks.reading import HealthReply, Reading
 from cohort.services.cli.scraped import Scraped
 
 
@@ -20,11 +20,11 @@ def process(instance: str, role: str, **more: Any) -> dict[str, Any]:
 
 
 def reading(
-    *, metrics: str = "", waiting: list[float] | None = None, words: dict[str, Word] | None = None, **worker: Any
+    *, metrics: str = "", waiting: list[float] | None = None, words: dict[str, HealthReply] | None = None, **worker: Any
 ) -> Reading:
     processes = [process("gateway", "gateway"), process("decode-0", "decode_worker", **worker)]
     state = {"processes": processes, "samples": {"requests_waiting": waiting or []}}
-    said = {"gateway": Word(version=__version__), "decode-0": Word(version=__version__)}
+    said = {"gateway": HealthReply(version=__version__), "decode-0": HealthReply(version=__version__)}
     return Reading(state, Scraped(metrics), {**said, **(words or {})})
 
 
@@ -44,15 +44,15 @@ GROWING = [0.0] * 60 + [float(count) for count in range(60)]
         (pipeline.answering, reading(ready=False), "warning", "decode-0: not ready"),
         (
             pipeline.answering,
-            reading(words={"decode-0": Word(error="timed out")}),
+            reading(words={"decode-0": HealthReply(error="timed out")}),
             "problem",
             "decode-0 does not answer: timed out",
         ),
         (pipeline.workers, reading(ready=False), "problem", "no worker is ready"),
-        (pipeline.versions, reading(words={"gateway": Word(version="0.0.9")}), "problem", "0.0.9: gateway"),
+        (pipeline.versions, reading(words={"gateway": HealthReply(version="0.0.9")}), "problem", "0.0.9: gateway"),
         (
             pipeline.versions,
-            reading(words={"gateway": Word(version="9.9"), "decode-0": Word(version="9.9")}),
+            reading(words={"gateway": HealthReply(version="9.9"), "decode-0": HealthReply(version="9.9")}),
             "warning",
             "the pipeline is 9.9",
         ),
@@ -95,7 +95,7 @@ GROWING = [0.0] * 60 + [float(count) for count in range(60)]
         ),
         (
             pipeline.clocks,
-            reading(words={"decode-0": Word(__version__, ahead_s=-40.0)}),
+            reading(words={"decode-0": HealthReply(__version__, ahead_s=-40.0)}),
             "warning",
             "decode-0 40 s behind",
         ),

@@ -24,23 +24,23 @@ def folder(path: Path, *, shared: bool) -> BatchFolder:
 def test_the_folder_of_a_single_gateway_is_its_own(tmp_path: Path) -> None:
     first = folder(tmp_path, shared=False)
     first.open()
-    assert first.alone and first.may_run()
+    assert first.is_exclusive and first.may_run()
     with pytest.raises(ConfigError, match="another gateway uses"):
         folder(tmp_path, shared=False).open()
     first.close()
     second = folder(tmp_path, shared=False)
     second.open()
-    assert second.alone
+    assert second.is_exclusive
     second.close()
 
 
 def test_of_several_the_first_cleans_up_and_one_at_a_time_runs(tmp_path: Path) -> None:
     first, second = (folder(tmp_path, shared=True) for _ in range(2))
     first.open()
-    assert first.alone, "what a killed process left is cleaned up by one that has the folder alone"
+    assert first.is_exclusive, "what a killed process left is cleaned up by one that has the folder alone"
     first.admit_others()
     second.open()
-    assert not first.alone and not second.alone
+    assert not first.is_exclusive and not second.is_exclusive
     assert second.may_run() and second.may_run() and not first.may_run()
     second.close()
     assert first.may_run()
@@ -76,7 +76,7 @@ def test_half_written_contents_go_with_the_process_that_wrote_them(tmp_path: Pat
             there.wait()
             assert here.remove_left_parts() == 1
             assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [f"file-{2:024x}.part", "notes.part"]
-            own.keep()
+            own.commit()
         assert here.remove_left_parts() == 0
         assert here.content(f"file-{2:024x}").read_bytes() == b"whole"
     finally:
@@ -93,7 +93,7 @@ def test_a_content_is_begun_anew_over_what_a_killed_process_left(tmp_path: Path)
     (tmp_path / "files" / f"{name}.part").write_bytes(b"longer than what follows")
     with here.write(name) as writer:
         writer.write(b"short")
-        writer.keep()
+        writer.commit()
     assert here.content(name).read_bytes() == b"short"
     here.close()
 

@@ -300,7 +300,7 @@ async def test_a_full_disk_delays_and_does_not_end_anything(
     from cohort.services.gateway.batches.batch_files import ContentWriter
 
     refusals = 0
-    original = ContentWriter.keep
+    original = ContentWriter.commit
 
     def refusing(writer: ContentWriter) -> None:
         nonlocal refusals

@@ -9,7 +9,7 @@ import msgspec
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.responses_api_bodies import ResponsesBody, chat_of, items_of
-from cohort.services.gateway.apis.responses_api_events import ResponseWriter, asked_response
+from cohort.services.gateway.apis.responses_api_events import ResponseWriter, pending_response
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import usage_of
 from cohort.services.gateway.generation.tool_calls import CallDelta
@@ -58,7 +58,7 @@ def test_items_become_messages() -> None:
 def writer() -> ResponseWriter:
     body = msgspec.convert(ASK, ResponsesBody)
     return ResponseWriter(
-        asked_response(body, response_id="resp_1", created_at=1, model="m", store=True, temperature=1.0, top_p=1.0)
+        pending_response(body, response_id="resp_1", created_at=1, model="m", store=True, temperature=1.0, top_p=1.0)
     )
 
 

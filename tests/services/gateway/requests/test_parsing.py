@@ -456,7 +456,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_what_binds_an_answer_has_many_names(parse: Any, body: dict[str, Any], kind: str, content: Any) -> None:
-    wanted = parse(**body).wanted
+    wanted = parse(**body).grammar_spec
     assert (wanted.kind, wanted.content) == (kind, content)
 
 
@@ -467,12 +467,14 @@ def tools_chat(format_: ToolFormat = ToolFormat("hermes", "<tool_call>", "</tool
 
 def test_tools_reach_the_template_and_bind_only_what_must_call() -> None:
     auto = tools_chat()
-    assert auto.tools is not None and auto.wanted is None and auto.template_variables["tools"] == [TOOL]
+    assert auto.tools is not None and auto.grammar_spec is None and auto.template_variables["tools"] == [TOOL]
     assert tools_chat(tool_choice="none").tools is None
     assert "tools" not in tools_chat(tool_choice="none").template_variables
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         bound = tools_chat(tool_choice=choice)
-        assert bound.wanted is not None and bound.wanted.kind == "lark" and bound.wanted.param == "tools"
+        assert (
+            bound.grammar_spec is not None and bound.grammar_spec.kind == "lark" and bound.grammar_spec.param == "tools"
+        )
     for choice in ("sometimes", {"type": "function", "function": {"name": "g"}}):
         assert refusal(tools_chat, tool_choice=choice) == (400, "tool_choice")
     assert refusal(tools_chat, response_format={"type": "json_object"}) == (400, "response_format")

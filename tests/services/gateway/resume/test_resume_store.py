@@ -40,8 +40,8 @@ def test_what_was_appended_is_there_for_another_process(tmp_path: Path) -> None:
     taken = take(other, "t", "B")
     assert isinstance(taken, Taken)
     assert taken.record == record() and taken.ending is None and not taken.charged
-    assert (taken.said[0].tokens, taken.said[0].finish) == ([4, 5, 6], FinishReason.STOP)
-    assert [each.logprob for each in taken.said[0].logprobs] == [-0.5] * 3
+    assert (taken.stored_deltas[0].tokens, taken.stored_deltas[0].finish) == ([4, 5, 6], FinishReason.STOP)
+    assert [each.logprob for each in taken.stored_deltas[0].logprobs] == [-0.5] * 3
 
 
 def test_only_one_gateway_has_a_stream(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_only_one_gateway_has_a_stream(tmp_path: Path) -> None:
     assert not first.leave("t", "A", LATER_S) and not first.drop("t", "A", 1.0)
     assert second.end("t", "B", Ending([0], "late", 504, "timeout_error"), LATER_S)
     taken = take(first, "t", "A")
-    assert isinstance(taken, Taken) and taken.said[0].tokens == [4] and taken.charged
+    assert isinstance(taken, Taken) and taken.stored_deltas[0].tokens == [4] and taken.charged
     assert taken.ending is not None and taken.ending.error is not None and taken.ending.error.status == 504
     assert second.append("B", [("t", said(5))]) == {"t": False}, "it is over"
 
@@ -79,7 +79,7 @@ def test_a_stream_that_is_left_says_what_was_charged(tmp_path: Path) -> None:
     assert store.leave("t", "A", LATER_S)
     assert store.append("A", [("t", said(5))]) == {"t": True}
     taken = take(store, "t", "B")
-    assert isinstance(taken, Taken) and taken.charged and taken.said[0].tokens == [4]
+    assert isinstance(taken, Taken) and taken.charged and taken.stored_deltas[0].tokens == [4]
 
 
 def test_bounds_and_owners(tmp_path: Path) -> None:

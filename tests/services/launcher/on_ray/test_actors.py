@@ -24,7 +24,7 @@ from cohort.common.http.ports import PORT_BLOCK, free_port
 from cohort.common.planning.orders import socket_of
 from cohort.common.types import Role
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
-from cohort.services.launcher import here, hosts, supervisor, worker_desk
+from cohort.services.launcher import here, hosts, supervisor, worker_orders
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.on_ray import actors, agent
 from cohort.services.launcher.on_ray.actors import Actors
@@ -34,7 +34,7 @@ from cohort.services.launcher.on_ray.placement import Placement
 from cohort.services.launcher.plan import StopStage
 from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
-from cohort.services.launcher.worker_desk import WorkerDesk
+from cohort.services.launcher.worker_orders import WorkerOrders
 from tests.examples import another_of_its_kind
 from tests.services.launcher.conftest import ToyPlan
 
@@ -185,7 +185,7 @@ class Running:
         pipeline = hosts.Pipeline(self.files, console, lambda: None)
         self.hosts = Actors(ray, pipeline, placements, self.order_of, CONFIG)
         self.supervisor = Supervisor(pipeline, self.hosts, plans)
-        self.desk = WorkerDesk(CONFIG, self.supervisor, self.hosts)
+        self.desk = WorkerOrders(CONFIG, self.supervisor, self.hosts)
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> int:
@@ -194,7 +194,7 @@ class Running:
 
     def order_of(self, placement: Placement) -> Order:
         desk = str(socket_of(self.files.folder)) if placement.plan.instance == "monitor" else ""
-        return Order(placement.plan, 8000, "the key", {}, placement.newcomer, desk)
+        return Order(placement.plan, 8000, "the key", {}, placement.added, desk)
 
     async def until(self, condition: Any, what: str) -> None:
         async with asyncio.timeout(40):
@@ -354,8 +354,8 @@ def toy(made: type[ToyPlan] = ToyPlan, behaviour: str = "ready", drain_s: float 
 @pytest.fixture
 def comes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """What the next worker that is added is. A toy has no model that wants memory."""
-    monkeypatch.setattr(here, "check_newcomer", lambda config, instance: None)
-    return lambda *words, **options: monkeypatch.setattr(worker_desk, "worker_plan", toy(*words, **options))
+    monkeypatch.setattr(here, "check_added_worker", lambda config, instance: None)
+    return lambda *words, **options: monkeypatch.setattr(worker_orders, "worker_plan", toy(*words, **options))
 
 
 async def test_a_worker_comes_and_goes_and_all_who_are_started_again_know(
@@ -394,7 +394,7 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
         assert len(ray.groups) == len(FOLDERS) and "decode-1" not in running.supervisor.ready_urls
         assert list(load_config([running.files.config_file]).instance_roles) == ["decode-0"]
 
-    wide = WorkerDesk(
+    wide = WorkerOrders(
         msgspec.structs.replace(CONFIG, workers=(WorkerGroup(Role.DECODE, 1, 5),)), running.supervisor, running.hosts
     )
     with pytest.raises(ConfigError, match="no node of the Ray cluster has 5 CPUs"):
@@ -416,7 +416,7 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
     def too_small(config: Config, instance: str) -> None:
         raise ConfigError(f"no memory for {instance}")
 
-    monkeypatch.setattr(here, "check_newcomer", too_small)
+    monkeypatch.setattr(here, "check_added_worker", too_small)
     await fails("on 127.0.0.1: no memory for decode-1")
     assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
     assert not running.task.done() and await running.stop() == 0
@@ -440,7 +440,7 @@ async def test_what_dies_while_it_comes_or_goes_is_waited_for_no_longer_than_it_
         assert len(ray.groups) == len(FOLDERS) and "decode-1" not in running.supervisor.nodes
 
     comes(Deaf, drain_s=-6.5)
-    adding = asyncio.create_task(running.supervisor.add(worker_desk.worker_plan(CONFIG, "decode-1", 1), 4.0))
+    adding = asyncio.create_task(running.supervisor.add(worker_orders.worker_plan(CONFIG, "decode-1", 1), 4.0))
     await running.until(lambda: "decode-1" in ray.actors and running.pid("decode-1"), "started")
     await ray.actors["decode-1"].lose()
     with pytest.raises(RunFilesError, match="decode-1 is not ready after 4 s"):

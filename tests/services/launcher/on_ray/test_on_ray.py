@@ -32,15 +32,15 @@ from cohort.services.launcher.on_ray.placement import (
     SERVICE_CPUS,
     Node,
     Placement,
+    added_worker,
     check_possible,
     gateway_nodes,
-    newcomer,
     place,
     with_threads,
 )
 from cohort.services.launcher.plan import ProcessPlan, plan
 
-HOME = Node("a", "10.0.0.1", 4.0, home=True)
+HOME = Node("a", "10.0.0.1", 4.0, is_launcher_node=True)
 SECOND, THIRD = Node("b", "10.0.0.2", 4.0), Node("c", "10.0.0.3", 4.0)
 NODES = [HOME, SECOND, THIRD]
 
@@ -67,7 +67,7 @@ def test_workers_ask_for_their_threads_and_what_there_is_one_of_stays_at_home() 
 
 
 def test_a_worker_asks_for_the_gpu_it_computes_on_or_its_share_of_one() -> None:
-    nodes = [Node("a", "10.0.0.1", 16.0, 2.0, home=True), Node("b", "10.0.0.2", 16.0, 2.0)]
+    nodes = [Node("a", "10.0.0.1", 16.0, 2.0, is_launcher_node=True), Node("b", "10.0.0.2", 16.0, 2.0)]
     alone = Config(workers=(WorkerGroup(Role.UNIFIED, 4, 4),), engine=EngineConfig(device="cuda", workers_per_gpu=1))
     assert of(alone, nodes)["unified-3"].bundle == {"CPU": 4.0, "GPU": 1.0}
     shared = Config(workers=(WorkerGroup(Role.UNIFIED, 8, 1),), engine=EngineConfig(device="cuda", workers_per_gpu=2))
@@ -78,14 +78,14 @@ def test_a_worker_asks_for_the_gpu_it_computes_on_or_its_share_of_one() -> None:
 
 
 def test_the_ranks_of_a_worker_are_in_one_bundle_whatever_the_others_have() -> None:
-    nodes = [Node("a", "10.0.0.1", 16.0, 4.0, home=True)]
+    nodes = [Node("a", "10.0.0.1", 16.0, 4.0, is_launcher_node=True)]
     groups = (WorkerGroup(Role.UNIFIED, 1, 0, 2), WorkerGroup(Role.UNIFIED, 1, 2))
     config = with_threads(Config(workers=groups, engine=EngineConfig(device="cuda", workers_per_gpu=1)), nodes, 1)
     placed = of(config, nodes)
     assert [placed[name].bundle["GPU"] for name in ("unified-0", "unified-1")] == [2.0, 1.0]
     plans = {each.instance: each for each in plan(config)}
-    comes = newcomer(config, plans["unified-0"])
-    assert comes.newcomer and comes.bundle == placed["unified-0"].bundle
+    comes = added_worker(config, plans["unified-0"])
+    assert comes.added and comes.bundle == placed["unified-0"].bundle
 
 
 def test_a_worker_that_no_node_could_have_is_refused_before_it_is_asked_for() -> None:
@@ -119,7 +119,7 @@ def test_gateways_that_cannot_be_are_refused(asked: str, why: str) -> None:
 
 
 def test_a_head_without_cpus_has_the_gateway_and_the_page_and_others_the_rest() -> None:
-    nodes = [Node("a", "10.0.0.1", 0.0, home=True), SECOND]
+    nodes = [Node("a", "10.0.0.1", 0.0, is_launcher_node=True), SECOND]
     placed = of(workers(1), nodes)
     assert placed["gateway"].bundle == placed["monitor"].bundle == {"node:10.0.0.1": 0.001}
     assert placed["manager"].bundle == {"CPU": SERVICE_CPUS["bucketing_manager"]}

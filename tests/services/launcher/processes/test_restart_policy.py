@@ -3,7 +3,7 @@ from __future__ import annotations
 from cohort.common.process import service
 from cohort.services.launcher.processes.restart_policy import (
     EXIT_NO_DEVICE,
-    RELIEVED_DELAY_S,
+    REPLACED_DELAY_S,
     GiveUp,
     Restart,
     RestartPolicy,
@@ -73,7 +73,7 @@ def test_reasons_in_words():
 
 
 def test_a_worker_that_is_relieved_leaves_the_cores_to_the_one_that_takes_over() -> None:
-    assert ready_policy(0.0).ended(20.0, 1, relieved=True) == Restart(RELIEVED_DELAY_S, "exit code 1")
+    assert ready_policy(0.0).ended(20.0, 1, relieved=True) == Restart(REPLACED_DELAY_S, "exit code 1")
     assert ready_policy(0.0).ended(20.0, 1) == Restart(0.0, "exit code 1")
     policy = ready_policy(0.0)
     delays = [policy.ended(1.0, 1, relieved=True) for _ in range(4)]

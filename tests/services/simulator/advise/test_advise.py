@@ -23,10 +23,10 @@ from cohort.services.simulator.advise.advise import (
     Candidate,
     Tried,
     choose,
+    distinct,
     final,
     groups,
     shortlist,
-    told_apart,
 )
 from cohort.services.simulator.core.setup import preset_names
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
@@ -80,9 +80,9 @@ def test_the_default_preset_is_simpler_than_others_and_they_by_what_they_set() -
 
 def test_settings_that_a_preset_does_not_heed_are_no_candidates() -> None:
     plain, other = trial("a", ONE), trial("a", ONE, settings=["engine.prefill_chunk=512"])
-    assert told_apart([plain, Tried(other[0], plain[1]), trial("b", ONE, settings=["x.y=1"])]) != [plain]
-    assert [candidate.label for candidate, _ in told_apart([Tried(other[0], plain[1]), plain])] == [plain[0].label]
-    assert len(told_apart([plain, trial("a", ONE, goodput=50.0, settings=["engine.prefill_chunk=512"])])) == 2
+    assert distinct([plain, Tried(other[0], plain[1]), trial("b", ONE, settings=["x.y=1"])]) != [plain]
+    assert [candidate.label for candidate, _ in distinct([Tried(other[0], plain[1]), plain])] == [plain[0].label]
+    assert len(distinct([plain, trial("a", ONE, goodput=50.0, settings=["engine.prefill_chunk=512"])])) == 2
 
 
 def test_a_little_better_is_no_better() -> None:

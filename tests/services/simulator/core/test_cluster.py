@@ -84,7 +84,7 @@ def test_a_kv_offer_that_leaves_blocks_does_not_end_steps_run_ahead(monkeypatch:
         preset = config("disaggregated", kv=cache_of(blocks))
         monkeypatch.undo()
         kept = run(preset, cluster(2), load)
-        monkeypatch.setattr(FastForward, "told_by_state", lambda self, message: False)
+        monkeypatch.setattr(FastForward, "shows_in_state", lambda self, message: False)
         ended = run(preset, cluster(2), load)
         assert kept.token_times == ended.token_times and kept.ended == ended.ended
         assert kept.void < ended.void
@@ -239,7 +239,9 @@ def test_requests_unserved_at_the_horizon_count_in_the_latency_to_the_end():
 def test_a_gpu_sends_checkpoints_beside_the_rows():
     """R12 · Time of an iteration whose copies go out: of a device that gathers them, and of a processor."""
     geometry = MODEL.kv_geometry(16)
-    plan = IterationPlan(copies=[KvCopy("out", "slot", (1, 2), (3, 4)), KvCopy("in", "block", (5,), (6,), beside=True)])
+    plan = IterationPlan(
+        copies=[KvCopy("out", "slot", (1, 2), (3, 4)), KvCopy("in", "block", (5,), (6,), concurrent=True)]
+    )
     slots, block = 2 * geometry.token_bytes, geometry.block_bytes
     on_gpu, elsewhere = plan_cost(plan, geometry, device_stages=True), plan_cost(plan, geometry)
     assert (on_gpu.copied_bytes, on_gpu.beside_bytes) == (0, slots + block)

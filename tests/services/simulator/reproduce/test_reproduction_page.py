@@ -148,11 +148,13 @@ def test_the_page_on_disk_is_current_and_every_figure_has_a_number() -> None:
     assert len({figure.id for figure in figures}) == len(figures)
     for claim in shipped_claims():
         if set(claim.ids) <= rows:
-            assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text
+            assert f"| {claim.statement} |" in text and f"### {claim.paper}\n" in text
     summary = text.partition("\n## Summary\n")[2].partition("\n## ")[0]
     unlike = [line for line in summary.splitlines() if re.search(r"\| (not|direction|cannot be told) \|", line)]
     assert unlike and [line for line in unlike if not line.endswith("` |")] == []
-    judged = [row.figure.id for row in found if row.figure.standing is not Standing.BESIDE and row.said != REPRODUCED]
+    judged = [
+        row.figure.id for row in found if row.figure.standing is not Standing.BESIDE and row.verdict != REPRODUCED
+    ]
     assert judged and [name for name in judged if reason_of(name, shipped_reasons()) is None] == []
 
 

@@ -54,7 +54,7 @@ def of(*values: float) -> Spread:
         (Kind.MORE, 1.0, 1.04, "not"),
         (Kind.LESS, 0.0, -6.0, "reproduced"),
         (Kind.LESS, 0.0, -4.0, "not"),
-        (Kind.UNTOLD, 1.0, 1.0, "cannot be told"),
+        (Kind.NOT_COMPARABLE, 1.0, 1.0, "cannot be told"),
     ],
 )
 def test_one_row(kind: Kind, paper: float, ours: float, said: str) -> None:
@@ -114,7 +114,7 @@ def test_rows_are_compared_as_their_claim_or_unit_says() -> None:
     claim = Claim("P", "says", Kind.AT_MOST, ("a",))
     assert kind_of(_figure("a", 2.0), [claim]) is Kind.AT_MOST
     assert kind_of(_figure("b", 2.0), [claim]) is Kind.OVER
-    assert kind_of(_figure("b", 1.0), [claim]) is Kind.UNTOLD
+    assert kind_of(_figure("b", 1.0), [claim]) is Kind.NOT_COMPARABLE
     assert kind_of(_figure("b", -50.0, "%", "latency, change"), [claim]) is Kind.CHANGE
     assert kind_of(_figure("b", 50.0, "%", "utilisation"), [claim]) is Kind.VALUE
 
@@ -146,7 +146,7 @@ def test_a_new_result_changes_the_verdict() -> None:
 
 def test_what_has_no_number_beside_it_has_no_verdict_whatever_its_claim() -> None:
     beside = replace(_figure("a", 5.0, "%"), standing=Standing.BESIDE)
-    assert kind_of(beside, [Claim("P", "says", Kind.AT_MOST, ("a",))]) is Kind.UNTOLD
+    assert kind_of(beside, [Claim("P", "says", Kind.AT_MOST, ("a",))]) is Kind.NOT_COMPARABLE
     assert kind_of(replace(_figure("b", 5.0, "%"), kind=Kind.AT_MOST)) is Kind.AT_MOST
 
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, Guard, NotThere
+from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, Guard, NotInstalled
 from cohort.services.bench.gpu_check.frame.report import Findings
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_what_does_not_fit_and_what_is_not_there_are_no_failures() -> None:
     for name, error in (
         ("blocks", DoesNotFit("3 of 2")),
         ("memory", torch.OutOfMemoryError("51 GiB")),
-        ("tool", NotThere("the tool")),
+        ("tool", NotInstalled("the tool")),
     ):
         guard.item(name, lambda error=error: (_ for _ in ()).throw(error))  # type: ignore[misc]
     assert told(found) == [("blocks", "info"), ("memory", "info"), ("tool", "info")]

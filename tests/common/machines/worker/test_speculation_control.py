@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_what_a_model_takes_for_a_draft_is_learned() -> None:
     worker = drafting()
-    worker.drafts.policy = Generous(4, asks_model=True)
+    worker.drafts.policy = Generous(4, uses_draft_model=True)
     (row,) = plan(worker).rows
     step = ended(41, 42, 43, proposed=4)
     worker.handle(0.5, StepEnded(step.sampled, step.latency_s, drafts=step.drafts, drafting_s=0.2))

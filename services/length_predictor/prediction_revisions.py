@@ -26,13 +26,13 @@ _IN_FLIGHT = 4096
 
 
 @dataclass(slots=True)
-class _Asked:
+class _InFlight:
     log_mean: float
     max_tokens: int
     state: Floats | None = None
 
 
-class SecondOpinions:
+class PredictionRevisions:
     """`send` takes the revision to the manager and may drop it."""
 
     def __init__(self, path: Path, log: BoundLogger, send: Callable[[RevisePrediction], None]) -> None:
@@ -41,16 +41,16 @@ class SecondOpinions:
         self._path = path
         self._log = log
         self._send = send
-        self._asked: OrderedDict[RequestId, _Asked] = OrderedDict()
+        self._asked: OrderedDict[RequestId, _InFlight] = OrderedDict()
         self._saved = 0
 
-    def asked(self, request_id: RequestId, prediction: Prediction, max_tokens: int) -> None:
+    def on_predicted(self, request_id: RequestId, prediction: Prediction, max_tokens: int) -> None:
         """Record the first prediction."""
-        self._asked[request_id] = _Asked(math.log(max(1.0, prediction.mean)), max_tokens)
+        self._asked[request_id] = _InFlight(math.log(max(1.0, prediction.mean)), max_tokens)
         if len(self._asked) > _IN_FLIGHT:
             self._asked.popitem(last=False)
 
-    def state_came(self, message: PromptState) -> None:
+    def on_prompt_state(self, message: PromptState) -> None:
         """E4 · Send a revised prediction once the prompt is computed, if revisions are known to be better."""
         asked = self._asked.get(message.attempt.request_id)
         if asked is None or len(message.hidden) % 2:
@@ -78,7 +78,7 @@ class SecondOpinions:
         if asked is not None and asked.state is not None and self.refiner is not None and output_tokens > 0:
             self.refiner.learn(asked.log_mean, asked.state, output_tokens, asked.max_tokens, truncated)
 
-    async def keep(self, every_s: float) -> None:
+    async def save_periodically(self, every_s: float) -> None:
         """Save what was learned now and then, and once more when cancelled."""
         try:
             while True:

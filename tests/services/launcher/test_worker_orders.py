@@ -16,7 +16,7 @@ from cohort.services.launcher import box
 from cohort.services.launcher.here import Here
 from cohort.services.launcher.plan import resolve
 from cohort.services.launcher.run_files import RunFiles, RunFilesError
-from cohort.services.launcher.worker_desk import WorkerDesk, with_worker, without_worker
+from cohort.services.launcher.worker_orders import WorkerOrders, with_worker, without_worker
 
 
 def config(*groups: WorkerGroup) -> Config:
@@ -91,7 +91,7 @@ async def test_orders_on_the_socket(files: RunFiles, monkeypatch: pytest.MonkeyP
     looked: list[tuple[WorkerGroup, ...]] = []
     monkeypatch.setattr(box, "check_host", lambda config, model: looked.append(config.workers))
     supervisor = Fake()
-    desk = WorkerDesk(config(WorkerGroup(Role.UNIFIED, threads=1)), supervisor, Here(files))  # type: ignore[arg-type]
+    desk = WorkerOrders(config(WorkerGroup(Role.UNIFIED, threads=1)), supervisor, Here(files))  # type: ignore[arg-type]
     server = await asyncio.start_unix_server(desk.serve, tmp_path / "workers.sock")
     reader, writer = await asyncio.open_unix_connection(tmp_path / "workers.sock")
 

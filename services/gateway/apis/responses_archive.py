@@ -45,11 +45,11 @@ _items = msgspec.json.Decoder(list[InputItem])
 _answered = msgspec.json.Decoder(_Answered)
 
 
-class KeptResponses:
+class ResponseArchive:
     """Kept responses, usable within `opened`; outside of it nothing is kept."""
 
     def __init__(self, config: Config, *, owner_share: float, clock: Clock) -> None:
-        self.keeps = config.responses.storage_bytes > 0
+        self.enabled = config.responses.storage_bytes > 0
         self._config = config
         self._owner_share = owner_share
         self._clock = clock
@@ -59,7 +59,7 @@ class KeptResponses:
     async def opened(self, database: Path, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
         """Open the database. Raises `ConfigError` for one of another version."""
         self._log = log
-        store = await self._open(database) if self.keeps else None
+        store = await self._open(database) if self.enabled else None
         if store is None:
             yield
             return
@@ -110,7 +110,7 @@ class KeptResponses:
     async def _run(self, work: Callable[[ResponseStore], T]) -> T:
         store = self._store
         if store is None:
-            if not self.keeps:
+            if not self.enabled:
                 raise RequestError("This server keeps no responses (responses.storage_bytes is 0).", status=404)
             raise RequestError("Responses cannot be reached now.", status=503, type_="server_error")
         try:
@@ -151,7 +151,7 @@ class KeptResponses:
         guard = SweepGuard(await store.run(ResponseStore.swept_at_s))
         while True:
             now_s = self._clock.wall_s()
-            if guard.trusted(now_s, since_boot_s()):
+            if guard.is_plausible(now_s, since_boot_s()):
                 with suppress(RequestError):
                     await self._run(functools.partial(ResponseStore.sweep, now_s=now_s))
             await asyncio.sleep(SWEEP_S)

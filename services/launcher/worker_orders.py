@@ -32,7 +32,7 @@ from cohort.services.launcher.supervisor import Supervisor
 _LONGEST_LINE = 4096
 
 
-class WorkerDesk:
+class WorkerOrders:
     def __init__(self, config: Config, supervisor: Supervisor, hosts: Hosts) -> None:
         self._config = config
         self._supervisor = supervisor

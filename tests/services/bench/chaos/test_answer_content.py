@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cohort.services.bench.chaos.said import Api, Reader, Said, StreamFailed, whole
+from cohort.services.bench.chaos.answer_content import AnswerContent, Api, Reader, StreamFailed, whole
 
 
-def read(api: Api, events: list[Any]) -> Said:
+def read(api: Api, events: list[Any]) -> AnswerContent:
     reader = Reader(api)
     for event in events:
         assert not reader.done
@@ -29,7 +29,7 @@ def test_a_completion_of_two_choices() -> None:
     streamed.insert(1, {"choices": [choice(1, "", [], "stop")]})
     said = read(Api.COMPLETIONS, [*streamed, "[DONE]"])
     assert said == whole(Api.COMPLETIONS, body)
-    assert said == Said(("ab", "c"), ((), ()), (("a", "b"), ("c",)), ("length", "stop"))
+    assert said == AnswerContent(("ab", "c"), ((), ()), (("a", "b"), ("c",)), ("length", "stop"))
 
 
 def test_a_chat_that_calls_a_tool() -> None:

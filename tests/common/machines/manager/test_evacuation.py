@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.machines.manager.dispatcher import Vacating
+from cohort.common.machines.manager.dispatcher import Evacuation
 from cohort.common.machines.manager.roster import Managed, Roster
 from cohort.common.messages import BindSegment, Message, RegisterWorker, WorkerReport
 from cohort.common.policies.interface import WaitingRequest
@@ -19,7 +19,7 @@ class Drained:
         self.roster = Roster(report_timeout_s=3.0)
         self.said: list[tuple[InstanceId, Message]] = []
         self.started: list[tuple[Attempt, tuple[Segment, ...], int]] = []
-        self.vacating = Vacating(self.roster, lambda peer, it: self.said.append((peer, it)), self.start, True)
+        self.vacating = Evacuation(self.roster, lambda peer, it: self.said.append((peer, it)), self.start, True)
         for name, free in (("u", 0), ("v", free_blocks)):
             self.roster.registered(0.0, RegisterWorker(name, 1, f"at-{name}", CAPACITY, []))
             stats = WorkerStats(free_blocks=free)

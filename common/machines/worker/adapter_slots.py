@@ -8,7 +8,7 @@
 
 Called by `WorkerMachine`. The scheduler sees only sequences whose adapter is held, so no scheduler knows of adapters.
 KV that waits, parked or under way, keeps no adapter: workers cannot wait for each other's. Sequences that keep coming
-for held adapters overtake one without a slot; after `_PATIENCE_S` they wait behind it.
+for held adapters overtake one without a slot; after `_STARVATION_S` they wait behind it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cohort.common.machines.events import AdapterFailed, AdapterLoaded
 from cohort.common.machines.worker.worker_state import WorkerState, mix
 from cohort.common.sequence import Phase, Sequence
 
-_PATIENCE_S = 2.0
+_STARVATION_S = 2.0
 _COMPUTES = (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)
 
 
 @dataclass(slots=True, eq=False)
-class AdapterDesk:
+class AdapterSlots:
     _state: WorkerState
-    _enter: Callable[[float, Sequence], None]
+    _admit_to_scheduler: Callable[[float, Sequence], None]
     _refuse: Callable[[float, Sequence, str], None]
     _held: dict[str, None] = field(default_factory=dict)
     """Adapters held, least recently used first."""
@@ -58,12 +58,12 @@ class AdapterDesk:
     def admit(self, now_s: float, sequence: Sequence) -> None:
         """Let a sequence be computed, now or when its adapter is loaded."""
         adapter = sequence.request.adapter
-        if adapter and (adapter not in self._held or self._starving(now_s)):
+        if adapter and (adapter not in self._held or self._is_starving(now_s)):
             self._waiting[sequence] = now_s
             self.move(now_s)
         else:
-            self._want(adapter)
-            self._enter(now_s, sequence)
+            self._enqueue_load(adapter)
+            self._admit_to_scheduler(now_s, sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Stop waiting for a sequence's adapter: the sequence leaves for another worker."""
@@ -75,7 +75,7 @@ class AdapterDesk:
         if adapter and not self._waiting:
             self._load(now_s, adapter)
 
-    def settled(self, now_s: float, event: AdapterLoaded | AdapterFailed) -> None:
+    def on_load_ended(self, now_s: float, event: AdapterLoaded | AdapterFailed) -> None:
         assert event.adapter in self._loading, f"adapter {event.adapter} was never to be loaded"
         since_s = self._loading.pop(event.adapter)
         counters = self._state.counters
@@ -106,12 +106,12 @@ class AdapterDesk:
                 if slots:  # where one finds none, none behind it does
                     self._load(now_s, adapter)
                     slots = self._is_known(adapter)
-                passes &= self._is_known(adapter) or now_s - since_s <= _PATIENCE_S
+                passes &= self._is_known(adapter) or now_s - since_s <= _STARVATION_S
             elif passes:  # else it waits behind one that has found no slot for long
                 assert sequence.phase in _COMPUTES, f"{sequence.key} waits for its adapter and is {sequence.phase}"
                 del self._waiting[sequence]
-                self._want(adapter)
-                self._enter(now_s, sequence)
+                self._enqueue_load(adapter)
+                self._admit_to_scheduler(now_s, sequence)
 
     def check(self) -> None:
         """Raise `InvariantViolated` if more are held than there are slots, or one in use is not."""
@@ -143,13 +143,13 @@ class AdapterDesk:
             and (held.aborting or held.sequence.phase in _COMPUTES)
         }
 
-    def _starving(self, now_s: float) -> bool:
+    def _is_starving(self, now_s: float) -> bool:
         return any(
-            now_s - since_s > _PATIENCE_S and not self._is_known(sequence.request.adapter)
+            now_s - since_s > _STARVATION_S and not self._is_known(sequence.request.adapter)
             for sequence, since_s in self._waiting.items()
         )
 
-    def _want(self, adapter: str) -> None:
+    def _enqueue_load(self, adapter: str) -> None:
         if adapter:
             del self._held[adapter]
             self._held[adapter] = None

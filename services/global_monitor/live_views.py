@@ -23,7 +23,7 @@ from cohort.services.global_monitor.aggregate import Cluster
 
 V = TypeVar("V", bound=View)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Interval of requests to the processes, and of updates of the page."""
 MOST_VIEWERS = MOST_CHOSEN
 """Pages that are open at once; a page beyond them is refused until later."""
@@ -52,7 +52,7 @@ class Viewer:
     """A page that is open. `request_id`: whose life it shows; "" = none was chosen."""
 
     request_id: RequestId
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    updated: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TooManyViewers(Exception):
@@ -101,7 +101,7 @@ class Meter:
         self._seen = {name: seen for name, seen in self._seen.items() if name in there}
 
 
-class Looking:
+class LiveViews:
     def __init__(
         self, cluster: Cluster, now_s: Callable[[], float], send: Callable[[InstanceId, Message], None]
     ) -> None:
@@ -121,7 +121,7 @@ class Looking:
             raise TooManyViewers
         viewer = Viewer(request_id[:MOST_ID])
         self._viewers.append(viewer)
-        self._ask()  # what it sees first comes at once
+        self._request_views()  # what it sees first comes at once
         try:
             yield viewer
         finally:
@@ -130,7 +130,7 @@ class Looking:
                 self._views.clear()
                 self.meter, self.view_meter = Meter(), Meter()
 
-    def heard(self, view: View) -> None:
+    def on_view(self, view: View) -> None:
         """Store a view. One that nobody requested, or that comes after the last viewer left, is dropped."""
         if not self._viewers:
             return
@@ -148,7 +148,7 @@ class Looking:
     async def run(self) -> None:
         """Run rounds until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             self.round()
 
     def round(self) -> None:
@@ -158,10 +158,10 @@ class Looking:
         self.meter.keep(self._cluster.processes)
         self.view_meter.keep(self._cluster.processes)
         for process in self._cluster.up():
-            self.meter.note(process.heard_s, process.instance, process.incarnation, process.stats)
-        self._ask()
+            self.meter.note(process.last_heartbeat_s, process.instance, process.incarnation, process.stats)
+        self._request_views()
         for viewer in self._viewers:
-            viewer.news.set()
+            viewer.updated.set()
 
     def fresh(self, kind: type[V]) -> list[Aged[V]]:
         """Return the views of this kind, by instance."""
@@ -172,7 +172,7 @@ class Looking:
             if name in up and now_s - heard_s <= _KEPT_S and isinstance(view, kind)
         ]
 
-    def _ask(self) -> None:
+    def _request_views(self) -> None:
         asked = [process for process in self._cluster.up() if process.role in ("gateway", "bucketing_manager")]
         workers = sorted((p for p in self._cluster.up() if p.role.endswith("_worker")), key=lambda p: p.instance)
         cells = max(_LEAST_CELLS, _ALL_CELLS // max(1, len(workers)))

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from cohort.common.machines.worker.plan_ahead import StepEnds
+from cohort.common.machines.worker.plan_ahead import StepEndForecast
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_shape
 from cohort.common.sequence import Row
@@ -16,14 +16,14 @@ DECODE = IterationPlan(rows=[Row(sequence("r0", 8), 7, 1)])
 PROMPT = IterationPlan(rows=[Row(sequence("r1", 64), 0, 64)])
 
 
-def after_s(times: StepEnds) -> float:
+def after_s(times: StepEndForecast) -> float:
     found = times.plan_after_s(DECODE, None)
     assert found is not None
     return found
 
 
 def test_at_once_while_nothing_is_known_and_where_steps_are_short() -> None:
-    times = StepEnds()
+    times = StepEndForecast()
     assert after_s(times) == 0.0
     for _ in range(50):
         times.note(DECODE, 0.002)
@@ -31,7 +31,7 @@ def test_at_once_while_nothing_is_known_and_where_steps_are_short() -> None:
 
 
 def test_shortly_before_the_end_of_steady_steps() -> None:
-    times = StepEnds()
+    times = StepEndForecast()
     for _ in range(100):
         times.note(DECODE, 0.020)
         times.note(PROMPT, 0.200)  # tells nothing of decodes
@@ -41,7 +41,7 @@ def test_shortly_before_the_end_of_steady_steps() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 0.3])
 def test_the_more_steps_stray_the_earlier(spread: float) -> None:
-    random, times, late, waited_s = Random(0), StepEnds(), 0, 0.0
+    random, times, late, waited_s = Random(0), StepEndForecast(), 0, 0.0
     for step in range(1000):
         latency_s = 0.030 * random.uniform(1 - spread, 1 + spread)
         if step > 50:
@@ -53,7 +53,7 @@ def test_the_more_steps_stray_the_earlier(spread: float) -> None:
 
 
 def test_steps_that_become_longer_are_planned_later() -> None:
-    times = StepEnds()
+    times = StepEndForecast()
     for _ in range(30):
         times.note(DECODE, 0.010)
     before_s = after_s(times)
@@ -63,7 +63,7 @@ def test_steps_that_become_longer_are_planned_later() -> None:
 
 
 def test_prompts_are_foreseen_by_what_was_learned() -> None:
-    times, learned = StepEnds(), LearnedTimes()
+    times, learned = StepEndForecast(), LearnedTimes()
     assert times.plan_after_s(PROMPT, None) is None and times.plan_after_s(PROMPT, learned) is None
     for tokens in range(16, 512, 16):
         learned.note(IterationPlan(rows=[Row(sequence("r2", tokens), 0, tokens)]), 0.001 * tokens, GEOMETRY)

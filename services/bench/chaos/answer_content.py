@@ -21,7 +21,7 @@ class Api(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerContent:
     """Answer by choice: its text, its calls as (name, arguments as canonical JSON), the scored tokens, its end."""
 
     texts: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Choice:
         return self.calls.setdefault(index, ["", ""])
 
 
-def whole(api: Api, body: Any) -> Said:
+def whole(api: Api, body: Any) -> AnswerContent:
     """Read an answer that was not streamed. Raises `KeyError`, `TypeError` or `StreamFailed` for one that is none."""
     match api:
         case Api.COMPLETIONS | Api.CHAT:
@@ -56,7 +56,7 @@ def whole(api: Api, body: Any) -> Said:
             choices = {0: _message(body)}
         case _:
             assert_never(api)
-    return _said(choices)
+    return _content(choices)
 
 
 class Reader:
@@ -92,8 +92,8 @@ class Reader:
             case _:
                 assert_never(self._api)
 
-    def said(self) -> Said:
-        return _said(self._choices)
+    def said(self) -> AnswerContent:
+        return _content(self._choices)
 
     def _choice(self, index: int) -> _Choice:
         return self._choices.setdefault(index, _Choice())
@@ -156,9 +156,9 @@ def _message(body: dict[str, Any]) -> _Choice:
     return found
 
 
-def _said(choices: dict[int, _Choice]) -> Said:
+def _content(choices: dict[int, _Choice]) -> AnswerContent:
     ordered = [choices[index] for index in sorted(choices)]
-    return Said(
+    return AnswerContent(
         tuple(choice.text for choice in ordered),
         tuple(tuple((name, _canonical(text)) for name, text in choice.calls.values()) for choice in ordered),
         tuple(tuple(choice.scored) for choice in ordered),

@@ -26,7 +26,7 @@ _MOST_ROWS = 8
 """Maximum rows of an iteration with drafts. With more, computing them takes the time, and each row costs the host."""
 
 
-class SpeculationDesk:
+class SpeculationControl:
     def __init__(self, state: WorkerState, times: LearnedTimes | None) -> None:
         """`times`: learned iteration times, if anything here learns them."""
         speculation = state.settings.speculation
@@ -35,7 +35,7 @@ class SpeculationDesk:
         self._most = speculation.max_drafts
         self.policy: Speculation | None = None
         if speculation.drafts:
-            self.policy = Speculation(speculation.max_drafts, asks_model=speculation.mode == "model")
+            self.policy = Speculation(speculation.max_drafts, uses_draft_model=speculation.mode == "model")
 
     def allot(self, plan: IterationPlan) -> None:
         policy, kv = self.policy, self._state.kv
@@ -56,9 +56,11 @@ class SpeculationDesk:
         policy = self.policy
         if policy is not None and self._suits(plan):
             lately = policy.lately(len(plan.rows))
-            plan.watched = policy.may_pay(self._step_times(), decode_shape(plan.rows)) if lately is None else lately
+            plan.watched = (
+                policy.is_worthwhile(self._step_times(), decode_shape(plan.rows)) if lately is None else lately
+            )
 
-    def wants(self, expected: Seq[Attempt]) -> bool:
+    def prefers_drafts(self, expected: Seq[Attempt]) -> bool:
         """Return whether one of these sequences in the step in flight is better drafted for than planned ahead of."""
         policy, plan = self.policy, self._state.in_flight
         if policy is None or plan is None or not expected or not plan.watched:
@@ -67,7 +69,7 @@ class SpeculationDesk:
         shape = decode_shape(plan.rows)
         return policy.worth_waiting(self._step_times(), shape, candidates, most=most, within_s=within_s)
 
-    def ended(self, plan: IterationPlan, event: StepEnded) -> None:
+    def on_step_ended(self, plan: IterationPlan, event: StepEnded) -> None:
         """Learn from the step of this plan, before its tokens are taken."""
         policy = self.policy
         if policy is None:
@@ -91,7 +93,7 @@ class SpeculationDesk:
                 counters.right_of[each.source] = counters.right_of.get(each.source, 0) + each.right
         if plan.drafted:
             policy.drafted(max([each.proposed for each in event.drafts if each.computed]), event.drafting_s)
-        if plan.watched and policy.asks_model:
+        if plan.watched and policy.uses_draft_model:
             judged = {each.attempt for each in event.drafts}
             for row in plan.rows:
                 if row.sequence.key not in judged:

@@ -91,7 +91,7 @@ class ModelEngine(DigestEngine):
             view = source.run_view(sent.source, sent.num_blocks, host=flight.from_host)
             target.run_view(posted.target, posted.num_blocks).copy_(view)
 
-    def scribble(self, flight: Flight) -> None:
+    def corrupt(self, flight: Flight) -> None:
         assert flight.receiver is not None
         for run in flight.posted:
             self.memory(flight.receiver).runner.kv.run_view(run.target, run.num_blocks).fill_(_GARBAGE)

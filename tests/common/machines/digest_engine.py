@@ -167,10 +167,10 @@ class DigestEngine:
             tokens.append(right if guesses.random() < self._acceptance else (right + 1) % VOCABULARY)
         return tokens[row.start + 1 :]
 
-    def about_to_tell(self, node: WorkerNode, events: tuple[object, ...]) -> None:
+    def before_events(self, node: WorkerNode, events: tuple[object, ...]) -> None:
         pass
 
-    def told(self, node: WorkerNode, events: tuple[object, ...], effects: list[object]) -> None:
+    def after_events(self, node: WorkerNode, events: tuple[object, ...], effects: list[object]) -> None:
         node.worker.check()
 
     def died(self, node: WorkerNode) -> None:
@@ -188,7 +188,7 @@ class DigestEngine:
             start, end = source.source * BLOCK, target.target * BLOCK
             target_memory.device[end : end + length] = source_slots[start : start + length]
 
-    def scribble(self, flight: Flight) -> None:
+    def corrupt(self, flight: Flight) -> None:
         assert flight.receiver is not None
         slots = self.memory(flight.receiver).device
         for run in flight.posted:

@@ -62,7 +62,7 @@ class FaultyNetwork:
             self._last_s[pair] = arrival_s + random.random() * weather.message_delay_s
             yield self._last_s[pair]
 
-    def travelled(self, message: Message) -> Message:
+    def decoded(self, message: Message) -> Message:
         self.watch("arrived", message)
         return decode(encode(message))
 

@@ -113,7 +113,7 @@ class Clients:
     world: World
     owned: dict[str, Owned] = field(default_factory=dict)
 
-    def hear(self, gateway: Node, effect: GatewayEffect) -> None:
+    def on_effect(self, gateway: Node, effect: GatewayEffect) -> None:
         match effect:
             case Deliver(entry, tokens, _, finish):
                 owned = self.owned[entry.request_id]
@@ -139,7 +139,7 @@ class Clients:
             case _:
                 raise AssertionError(f"not for a client: {effect}")
 
-    def ask_predictor(self, gateway: Node, message: Message) -> None:
+    def send_to_predictor(self, gateway: Node, message: Message) -> None:
         """There is none: requests bring a prediction, or have none."""
 
 

@@ -445,8 +445,8 @@ def test_means_choose() -> None:
     for mean, logprobs in zip(means, ([-1.0], [-0.5, -0.4], [-0.1, -9.0], []), strict=True):
         mean.add(scored(*logprobs))
     assert [mean.value for mean in means] == pytest.approx([-1.0, -0.45, -4.55, 0.0])
-    call = SimpleNamespace(n=3, kept=2)
+    call = SimpleNamespace(n=3, returned_choices=2)
     answering = SimpleNamespace(call=call)
     assert Answering.likeliest(answering, [-1.0, -0.45, -4.55, -3.0, -2.0, -1.0]) == [1, 0, 5, 4]  # type: ignore[arg-type]
-    call.kept = 3
+    call.returned_choices = 3
     assert Answering.likeliest(answering, [-1.0, -0.45, -4.55]) == [0, 1, 2]  # type: ignore[arg-type]

@@ -309,7 +309,7 @@ async def test_a_full_disk_delays_and_does_not_end_anything(
             raise OSError(28, "No space left on device")
         original(writer)
 
-    monkeypatch.setattr(ContentWriter, "keep", refusing)
+    monkeypatch.setattr(ContentWriter, "commit", refusing)
     batch = await ended(client, await begin(client, job(ask(), ask())))
     assert (batch.status, refusals) == ("completed", 1)
     assert len(site.manager.submitted) == 2 and len(await lines(client, batch.output_file_id)) == 2

@@ -161,10 +161,10 @@ def main() -> int:
     cache = parser.parse_args().cache
     started_s = time.monotonic()
 
-    def show(words: str) -> None:
+    def show(message: str) -> None:
         end = "" if sys.stdout.isatty() else "\n"
         start = "\r\x1b[K" if sys.stdout.isatty() else ""
-        print(f"{start}kernels: {words} ({time.monotonic() - started_s:.0f} s)", end=end, flush=True)
+        print(f"{start}kernels: {message} ({time.monotonic() - started_s:.0f} s)", end=end, flush=True)
 
     try:
         path = build(cache, show)

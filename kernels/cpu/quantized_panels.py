@@ -87,12 +87,12 @@ class QuantizedPanels(Panels):
             self._ops.pack_quantized(codes, factors, scales, offsets, part.group, zero, unit, gated, place)
 
     def _bytes(self, part: Codes) -> int:
-        unit, kept = part.even_group, False
+        unit, with_offsets = part.even_group, False
         if not part.floating:
             unit, zero = unit_of(part.group, part.inputs) or 0, _zero(part)
-            kept = part.offsets is not None and not zero
+            with_offsets = part.offsets is not None and not zero
         bits, rows = bits_of(part.codes.dtype), len(part.codes)
-        size: int = self._ops.quantized_bytes(bits, unit, kept, self.gated, rows, part.inputs, part.floating)
+        size: int = self._ops.quantized_bytes(bits, unit, with_offsets, self.gated, rows, part.inputs, part.floating)
         return size
 
 

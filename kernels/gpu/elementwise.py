@@ -26,13 +26,13 @@ def _rms_norm(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, PAD)
-    there = dim < WIDTH
-    wide = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=there, other=0.0).to(tl.float32)
+    valid = dim < WIDTH
+    wide = tl.load(x + token * x_stride + head * x_head_stride + dim, mask=valid, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     kind = out.dtype.element_ty
-    factor = tl.load(weight + dim, mask=there, other=0.0).to(tl.float32)
+    factor = tl.load(weight + dim, mask=valid, other=0.0).to(tl.float32)
     scaled = (normed if weight.dtype.element_ty == tl.float32 else normed.to(kind).to(tl.float32)) * factor
-    tl.store(out + token * out_stride + head * out_head_stride + dim, scaled.to(kind), mask=there)
+    tl.store(out + token * out_stride + head * out_head_stride + dim, scaled.to(kind), mask=valid)
 
 
 @triton.jit
@@ -40,12 +40,12 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
     """Compute silu(gate) · up. Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = column < WIDTH
+    valid = column < WIDTH
     kind = out.dtype.element_ty
-    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + token * in_stride + column, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=valid, other=0.0).to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out + token * out_stride + column, (active * up).to(kind), mask=there)
+    tl.store(out + token * out_stride + column, (active * up).to(kind), mask=valid)
 
 
 @triton.jit
@@ -53,13 +53,13 @@ def _gelu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
     """Compute gelu(gate) · up: x · (1 + tanh(y)) / 2 is x / (1 + e^-2y). Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = column < WIDTH
+    valid = column < WIDTH
     kind = out.dtype.element_ty
-    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + token * in_stride + column, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=valid, other=0.0).to(tl.float32)
     bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 · sqrt(2 / pi)
     active = (gate / (1.0 + tl.exp(-bent))).to(kind).to(tl.float32)
-    tl.store(out + token * out_stride + column, (active * up).to(kind), mask=there)
+    tl.store(out + token * out_stride + column, (active * up).to(kind), mask=valid)
 
 
 @triton.jit
@@ -81,17 +81,17 @@ def _clamped_swiglu(
     before its up. Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = column < WIDTH
+    valid = column < WIDTH
     kind = out.dtype.element_ty
     first = gate_up + token * in_stride + (2 * column if IN_TURN else column)
-    gate = tl.load(first, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(first + (1 if IN_TURN else WIDTH), mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(first, mask=valid, other=0.0).to(tl.float32)
+    up = tl.load(first + (1 if IN_TURN else WIDTH), mask=valid, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     up = tl.maximum(tl.minimum(up, limit), -limit)
     steep = (gate * alpha).to(kind).to(tl.float32)
     weight = (1.0 / (1.0 + tl.exp(-steep))).to(kind).to(tl.float32)
     active = (gate * weight).to(kind).to(tl.float32)
-    tl.store(out + token * out_stride + column, (active * (up + 1.0).to(kind).to(tl.float32)).to(kind), mask=there)
+    tl.store(out + token * out_stride + column, (active * (up + 1.0).to(kind).to(tl.float32)).to(kind), mask=valid)
 
 
 @triton.jit
@@ -111,15 +111,15 @@ def _rotate_in_place(
     """Rotate the first 2 · HALF elements of every head of one token; a thread reads both halves before it stores."""
     head = tl.arange(0, PAD_HEADS)
     dim = tl.arange(0, PAD_HALF)
-    there = (head < HEADS)[:, None] & (dim < HALF)[None, :]
+    valid = (head < HEADS)[:, None] & (dim < HALF)[None, :]
     turn_cos = tl.load(cos + position * HALF + dim, mask=dim < HALF, other=0.0)[None, :]
     turn_sin = tl.load(sin + position * HALF + dim, mask=dim < HALF, other=0.0)[None, :]
     cell = x + token * token_stride + head[:, None] * head_stride + dim[None, :]
-    first = tl.load(cell, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(cell + HALF, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(cell, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(cell + HALF, mask=valid, other=0.0).to(tl.float32)
     kind = x.dtype.element_ty
-    tl.store(cell, (first * turn_cos - second * turn_sin).to(kind), mask=there)
-    tl.store(cell + HALF, (second * turn_cos + first * turn_sin).to(kind), mask=there)
+    tl.store(cell, (first * turn_cos - second * turn_sin).to(kind), mask=valid)
+    tl.store(cell + HALF, (second * turn_cos + first * turn_sin).to(kind), mask=valid)
 
 
 @triton.jit(do_not_specialize=["positions"])
@@ -155,8 +155,8 @@ def _power_of_two(exponents):
 
 
 @triton.jit
-def _store_fp8(numbers, cells, scales, held, there):
-    """Store numbers [heads, PAD_DIM], zeros where not `there`, as `fp8_cache.encoded_apart` has them; `scales` [heads,
+def _store_fp8(numbers, cells, scales, held, valid):
+    """Store numbers [heads, PAD_DIM], zeros where not `valid`, as `fp8_cache.encoded_apart` has them; `scales` [heads,
     1] are addresses of bytes, written where `held`."""
     wide = numbers.to(tl.float32)
     largest = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None]
@@ -168,7 +168,7 @@ def _store_fp8(numbers, cells, scales, held, there):
     codes = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     codes = tl.where(codes < 0, 0, tl.minimum(tl.maximum(codes, 8), 0x7E)) | ((bits >> 24) & 0x80)
     spoiled = largest >= 0x7F800000
-    tl.store(cells, tl.where(spoiled, 0x7F, codes).to(tl.uint8), mask=there)
+    tl.store(cells, tl.where(spoiled, 0x7F, codes).to(tl.uint8), mask=valid)
     scale = tl.where(spoiled, float("nan"), _power_of_two(exponents))
     tl.store(scales.to(tl.pointer_type(tl.float32)), scale, mask=held)
 
@@ -228,7 +228,7 @@ def _store_kv(
         return
     head = tl.arange(0, PAD_KV_HEADS)
     dim = tl.arange(0, PAD_DIM)
-    there = (head < KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    valid = (head < KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
     own_slot = slot % BLOCK_SIZE
     block = cache + (slot // BLOCK_SIZE) * block_stride
     if FP8:
@@ -240,28 +240,28 @@ def _store_kv(
     if what == 1:
         value_cell = value + token * value_stride + head[:, None] * value_head_stride + dim[None, :]
         if FP8:
-            numbers = tl.load(value_cell, mask=there, other=0.0)
-            _store_fp8(numbers, cell + value_offset, scales + value_offset, (head < KV_HEADS)[:, None], there)
+            numbers = tl.load(value_cell, mask=valid, other=0.0)
+            _store_fp8(numbers, cell + value_offset, scales + value_offset, (head < KV_HEADS)[:, None], valid)
         else:
-            tl.store(cell + value_offset, tl.load(value_cell, mask=there), mask=there)
+            tl.store(cell + value_offset, tl.load(value_cell, mask=valid), mask=valid)
     else:
         key_head = key + token * key_stride + head[:, None] * key_head_stride
-        own = tl.load(key_head + dim[None, :], mask=there, other=0.0)
+        own = tl.load(key_head + dim[None, :], mask=valid, other=0.0)
         if ROTATED:
             # an element's partner is half a head away: the first half turns against it, the second with it
             position = tl.load(positions + token)
             turned = dim < 2 * HALF
             partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
-            other = tl.load(key_head + partner[None, :], mask=there & turned[None, :], other=0.0).to(tl.float32)
+            other = tl.load(key_head + partner[None, :], mask=valid & turned[None, :], other=0.0).to(tl.float32)
             angle = position * HALF + tl.where(dim < HALF, dim, dim - HALF)
             turn_cos = tl.load(cos + angle, mask=turned, other=1.0)[None, :]
             turn_sin = tl.load(sin + angle, mask=turned, other=0.0)[None, :]
             turn_sin = tl.where((dim < HALF)[None, :], -turn_sin, turn_sin)
             own = (own.to(tl.float32) * turn_cos + other * turn_sin).to(own.dtype)
         if FP8:
-            _store_fp8(own, cell, scales, (head < KV_HEADS)[:, None], there)
+            _store_fp8(own, cell, scales, (head < KV_HEADS)[:, None], valid)
         else:
-            tl.store(cell, own, mask=there)
+            tl.store(cell, own, mask=valid)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -370,8 +370,8 @@ def rope_and_write_kv(
     head_dim -= PLANE_SCALE_BYTES if fp8 else 0
     if key.shape != value.shape or key.shape != (len(slots), kv_heads, head_dim) or slots.dtype != torch.int64:
         raise ValueError(f"keys {list(key.shape)} and values {list(value.shape)} for {len(slots)} int64 slots")
-    kept = key.dtype if fp8 else kv.dtype
-    if key.dtype != kept or value.dtype != kept or not kv.is_contiguous():
+    stored_dtype = key.dtype if fp8 else kv.dtype
+    if key.dtype != stored_dtype or value.dtype != stored_dtype or not kv.is_contiguous():
         raise TypeError(f"keys {key.dtype}, values {value.dtype} for a contiguous cache of {kv.dtype}")
     _unit_stride(key, value)
     if len(key) == 0:

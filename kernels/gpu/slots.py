@@ -36,7 +36,7 @@ def _copy_tokens(
     slot = tl.load(slots + item)
     piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
     dim = tl.arange(0, PAD_DIM)
-    there = (piece < TOKEN_PIECES)[:, None] & (dim < HEAD_DIM)[None, :]
+    valid = (piece < TOKEN_PIECES)[:, None] & (dim < HEAD_DIM)[None, :]
     own = slot % BLOCK_SIZE
     in_row = own * (HEAD_DIM - SCALE) + dim
     if SCALE:
@@ -45,9 +45,9 @@ def _copy_tokens(
     cell = kv + (slot // BLOCK_SIZE) * block_stride + in_block[:, None] + in_row[None, :]
     dense = tokens + item * (TOKEN_PIECES * HEAD_DIM) + (piece * HEAD_DIM)[:, None] + dim[None, :]
     if INTO_CACHE:
-        tl.store(cell, tl.load(dense, mask=there), mask=there)
+        tl.store(cell, tl.load(dense, mask=valid), mask=valid)
     else:
-        tl.store(dense, tl.load(cell, mask=there), mask=there)
+        tl.store(dense, tl.load(cell, mask=valid), mask=valid)
 
 
 def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:

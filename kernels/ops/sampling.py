@@ -58,8 +58,8 @@ def _edited(logits: Tensor, tables: SamplingTables, starts: list[int]) -> Tensor
     for kind in range(EDIT_KINDS):
         entries = slice(starts[kind], starts[kind + 1])
         ids, values = tables.edit_ids[entries].long(), tables.edit_values[entries]
-        there = (ids >= 0) & (ids < len(logits))
-        ids, values = ids[there], values[there]
+        valid = (ids >= 0) & (ids < len(logits))
+        ids, values = ids[valid], values[valid]
         old = logits[ids]
         repeated = torch.where(old > 0, old / values, old * values)
         logits[ids] = (repeated, old - values, old + values, torch.full_like(old, float("-inf")))[kind]

@@ -17,7 +17,7 @@ type; a key's scale, a power of two, multiplies its scores, a value's scale its 
 import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 
-from cohort.kernels.gpu.attention.attention_tiles import beside_sink, number_of, over_keys, scales_at
+from cohort.kernels.gpu.attention.attention_tiles import keys_share, number_of, over_keys, scales_at
 
 # Of these Triton compiles no variant for a 1 or a multiple of 16: they differ from step to step, and a variant that a
 # step is the first to meet would be compiled while every row of the worker waits.
@@ -43,10 +43,10 @@ def _parts(
 ):
     """Count each row's parts, int32 [PAD_ROWS]: none without a query, one without keys. The same in all programs."""
     row = tl.arange(0, PAD_ROWS)
-    there = row < rows
-    start = tl.load(query_start + first_row + row, mask=there, other=0)
-    asks = tl.load(query_start + first_row + row + 1, mask=there, other=0) > start
-    length = tl.load(context_lens + first_row + row, mask=there, other=0)
+    valid = row < rows
+    start = tl.load(query_start + first_row + row, mask=valid, other=0)
+    asks = tl.load(query_start + first_row + row + 1, mask=valid, other=0) > start
+    length = tl.load(context_lens + first_row + row, mask=valid, other=0)
     if WINDOWED:
         length = tl.minimum(length, window)
     length = tl.where(asks, length, 0)
@@ -163,7 +163,7 @@ def decode_rows(
         if own_parts == 1:
             out_cell = out + token * out_stride + head[:, None] * out_head_stride + dim[None, :]
             if SINKS:
-                average = average * beside_sink(sinks, head, member < GROUP, peak + tl.log2(some))[:, None]
+                average = average * keys_share(sinks, head, member < GROUP, peak + tl.log2(some))[:, None]
             tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
         else:
             cell = place.to(tl.int64) * (KV_HEADS * GROUP) + head
@@ -225,12 +225,12 @@ def merge_parts(
         total = tl.zeros([PAD_DIM], tl.float32)
         for first in range(0, own_parts, AT_ONCE):
             part = first + tl.arange(0, AT_ONCE)
-            there = part < own_parts
+            valid = part < own_parts
             cell = (before + part).to(tl.int64) * (KV_HEADS * GROUP) + head
-            level = tl.load(lse + cell, mask=there, other=float("-inf"))
+            level = tl.load(lse + cell, mask=valid, other=float("-inf"))
             average = tl.load(
                 partial + cell[:, None] * HEAD_DIM + dim[None, :],
-                mask=there[:, None] & (dim < HEAD_DIM)[None, :],
+                mask=valid[:, None] & (dim < HEAD_DIM)[None, :],
                 other=0.0,
             )
             higher = tl.maximum(peak, tl.max(level, 0))
@@ -241,7 +241,7 @@ def merge_parts(
             peak = higher
         out_cell = out + token * out_stride + head * out_head_stride + dim
         if SINKS:
-            total = total * beside_sink(sinks, head + tl.arange(0, 1), True, peak + tl.log2(weight))
+            total = total * keys_share(sinks, head + tl.arange(0, 1), True, peak + tl.log2(weight))
         tl.store(out_cell, (total / weight).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
@@ -331,15 +331,15 @@ def prefill_rows(
     some = tl.where(weight > 0, weight, 1.0)
     average = total / some[:, None]
     if SINKS:
-        average = average * beside_sink(sinks, head, tile_row < TILE_TOKENS * GROUP, peak + tl.log2(some))[:, None]
+        average = average * keys_share(sinks, head, tile_row < TILE_TOKENS * GROUP, peak + tl.log2(some))[:, None]
     out_cell = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
-def _stage_numbers(codes, scales, to, there, wanted, kind: tl.constexpr):
+def _stage_numbers(codes, scales, to, valid, wanted, kind: tl.constexpr):
     """Copy rows of FP8 as the numbers that they stand for, which 16 bits with float32's exponents hold."""
-    scale = scales_at(scales, there) * 256.0
+    scale = scales_at(scales, valid) * 256.0
     numbers = number_of(tl.load(codes, mask=wanted, other=0), tl.float32) * scale[:, None]
     tl.store(to, numbers.to(kind), mask=wanted)
 
@@ -377,22 +377,22 @@ def stage_rows(
         if row == 0:
             tl.store(starts, 0)
     position = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
-    there = position < context
+    valid = position < context
     index = position // BLOCK_SIZE
     slot = position % BLOCK_SIZE
     table = row.to(tl.int64) * table_stride
-    block = tl.load(block_tables + table + index, mask=there, other=0)
+    block = tl.load(block_tables + table + index, mask=valid, other=0)
     slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
     block = (block ^ (block >> 31)).to(tl.int64)
     dim = tl.arange(0, PAD_DIM)
-    wanted = there[:, None] & (dim < HEAD_DIM)[None, :]
+    wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
     cell = kv + kv_head * head_stride + (block * block_stride + slot * HEAD_DIM)[:, None] + dim[None, :]
     staged = (((start + position).to(tl.int64) * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dim[None, :]
     if FP8:
         kind = keys.dtype.element_ty
         scales = kv + kv_head * head_stride + block * block_stride + BLOCK_SIZE * HEAD_DIM + slot * 4
-        _stage_numbers(cell, scales, keys + staged, there, wanted, kind)
-        _stage_numbers(cell + value_offset, scales + value_offset, values + staged, there, wanted, kind)
+        _stage_numbers(cell, scales, keys + staged, valid, wanted, kind)
+        _stage_numbers(cell + value_offset, scales + value_offset, values + staged, valid, wanted, kind)
     else:
         tl.store(keys + staged, tl.load(cell, mask=wanted, other=0.0), mask=wanted)
         tl.store(values + staged, tl.load(cell + value_offset, mask=wanted, other=0.0), mask=wanted)

@@ -30,9 +30,9 @@ def number_of(code, kind: tl.constexpr):
 
 
 @triton.jit
-def scales_at(at, there):
+def scales_at(at, valid):
     """Load float32 from addresses of bytes."""
-    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
+    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=valid, other=0.0)
 
 
 @triton.jit
@@ -69,23 +69,23 @@ def over_keys(
     total = tl.zeros([TILE_ROWS, PAD_DIM], tl.float32)
     for first in range(first_key, end, TILE_KEYS):
         key_position = first + tl.arange(0, TILE_KEYS)
-        there = key_position < end
+        valid = key_position < end
         if FIXED:
-            there = there & (key_position >= begin)
+            valid = valid & (key_position >= begin)
         index = key_position // BLOCK_SIZE
         slot = key_position % BLOCK_SIZE
-        block = tl.load(block_table + index, mask=there, other=0)
+        block = tl.load(block_table + index, mask=valid, other=0)
         slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
         block = (block ^ (block >> 31)).to(tl.int64)
         cell = keys + (block * block_stride + slot * HEAD_DIM)[:, None] + dim[None, :]
-        wanted = there[:, None]
+        wanted = valid[:, None]
         if PAD_DIM != HEAD_DIM:
             wanted = wanted & (dim < HEAD_DIM)[None, :]
         nothing = tl.zeros([TILE_ROWS, TILE_KEYS], tl.float32)
         if FP8:
             scales = keys + block * block_stride + BLOCK_SIZE * HEAD_DIM + slot * 4
             key = number_of(tl.load(cell, mask=wanted, other=0), query.dtype)
-            factor = (scales_at(scales, there) * (256.0 * scale))[None, :]  # for the 256th
+            factor = (scales_at(scales, valid) * (256.0 * scale))[None, :]  # for the 256th
         else:
             key = tl.load(cell, mask=wanted, other=0.0)
             factor = scale
@@ -93,7 +93,7 @@ def over_keys(
         score = dots * factor
         if CAPPED:
             score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
-        visible = there[None, :]
+        visible = valid[None, :]
         if CAUSAL:
             visible = visible & (key_position[None, :] <= position[:, None])
             if WINDOWED:
@@ -110,7 +110,7 @@ def over_keys(
         weight = tl.fma(weight, fade, tl.sum(share, 1)) if FIXED else weight * fade + tl.sum(share, 1)
         if FP8:
             value = number_of(tl.load(cell + value_offset, mask=wanted, other=0), query.dtype)
-            share *= (scales_at(scales + value_offset, there) * 256.0)[None, :]
+            share *= (scales_at(scales + value_offset, valid) * 256.0)[None, :]
         else:
             value = tl.load(cell + value_offset, mask=wanted, other=0.0)
         total = product(share.to(value.dtype), value, total * fade[:, None], WIDE)
@@ -119,10 +119,10 @@ def over_keys(
 
 
 @triton.jit
-def beside_sink(sinks, head, there, level):
+def keys_share(sinks, head, valid, level):
     """Return the share of the weight that a head's sink leaves, for a sum of weights of 2^level: 1 / (1 + 2^(sink -
     level)). A context in parts asks once, after its parts are joined."""
-    sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
+    sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
     return 1.0 / (1.0 + tl.exp2(sink - tl.maximum(level, -1e30)))  # no keys at all: -inf less -inf is no number
 
 
@@ -138,13 +138,13 @@ def joined(total, peak, weight, next_total, next_peak, next_weight):
 
 
 @triton.jit
-def averaged(total, peak, weight, sinks, head, there, SINKS: tl.constexpr):
+def averaged(total, peak, weight, sinks, head, valid, SINKS: tl.constexpr):
     """Return the average of joined sums: zeros without keys, and no negative zero, as parts may be left out."""
     some = tl.where(weight > 0, weight, 1.0)
     share = tl.div_rn(1.0, some)
-    if SINKS:  # as `beside_sink`
+    if SINKS:  # as `keys_share`
         level = tl.maximum(peak + tl.log2(some), -1e30)
-        beyond = tl.fma(tl.load(sinks + head, mask=there, other=0.0), 1.4426950408889634, -level)
+        beyond = tl.fma(tl.load(sinks + head, mask=valid, other=0.0), 1.4426950408889634, -level)
         share *= tl.div_rn(1.0, 1.0 + tl.exp2(beyond))
     average = total * share[:, None]
     return tl.where(average == 0.0, 0.0, average)

@@ -62,15 +62,15 @@ def _over_latents(
     total = tl.zeros([TILE_ROWS, PAD_RANK], tl.float32)
     for first in range(begin, end, TILE_KEYS):
         key_position = first + tl.arange(0, TILE_KEYS)
-        there = key_position < end
+        valid = key_position < end
         index = key_position // BLOCK_SIZE
         slot = key_position % BLOCK_SIZE
-        block = tl.load(block_table + index, mask=there, other=0)
+        block = tl.load(block_table + index, mask=valid, other=0)
         slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
         block = (block ^ (block >> 31)).to(tl.int64)
         cell = latents + (block * block_stride + slot * (RANK + ROTATED))[:, None]
-        wanted = there[:, None]
-        wanted_turned = there[:, None]
+        wanted = valid[:, None]
+        wanted_turned = valid[:, None]
         if PAD_RANK != RANK:
             wanted = wanted & (dim < RANK)[None, :]
         if PAD_ROTATED != ROTATED:
@@ -80,7 +80,7 @@ def _over_latents(
         score = tl.zeros([TILE_ROWS, TILE_KEYS], tl.float32)
         score = product(query, tl.trans(latent), score, WIDE)
         score = product(turned_query, tl.trans(turned_key), score, WIDE) * scale
-        visible = there[None, :]
+        visible = valid[None, :]
         if CAUSAL:
             visible = visible & (key_position[None, :] <= position[:, None])
         score = tl.where(visible, score, float("-inf"))
@@ -228,13 +228,13 @@ def prefill_latents(
     turned = tl.arange(0, PAD_ROTATED)
     in_row = tile * TILE_TOKENS + tile_row // GROUP
     head = tl.program_id(0) * GROUP + tile_row % GROUP
-    there = (in_row < count) & (tile_row < TILE_TOKENS * GROUP)
-    held = there[:, None] & (dim < RANK)[None, :]
+    valid = (in_row < count) & (tile_row < TILE_TOKENS * GROUP)
+    held = valid[:, None] & (dim < RANK)[None, :]
     token = (first_token + in_row).to(tl.int64)
     query_cell = query + token[:, None] * query_stride + head[:, None] * query_head_stride
     total, _, weight = _over_latents(
         tl.load(query_cell + dim[None, :], mask=held, other=0.0),
-        tl.load(query_cell + RANK + turned[None, :], mask=there[:, None] & (turned < ROTATED)[None, :], other=0.0),
+        tl.load(query_cell + RANK + turned[None, :], mask=valid[:, None] & (turned < ROTATED)[None, :], other=0.0),
         kv,
         block_tables + row.to(tl.int64) * table_stride,
         0,

@@ -65,10 +65,10 @@ def _rows_at(
     """Return, of the rows from `first` on: items of work for a kv head, whether these are parts of the context, where
     their results begin in memory for `room` queries' parts; and how much of that they and `taken` before want."""
     row = first + tl.arange(0, AT_ONCE)
-    there = row < rows
-    begin = tl.load(query_start + row, mask=there, other=0)
-    count = tl.load(query_start + row + 1, mask=there, other=0) - begin
-    context = tl.load(context_lens + row, mask=there, other=0)
+    valid = row < rows
+    begin = tl.load(query_start + row, mask=valid, other=0)
+    count = tl.load(query_start + row + 1, mask=valid, other=0) - begin
+    context = tl.load(context_lens + row, mask=valid, other=0)
     parts, wanted = _parts(count, context, window, TILE_TOKENS, PART_KEYS, WINDOWED)
     end = taken + tl.cumsum(wanted, 0)
     divided = (wanted > 0) & (end <= room)
@@ -152,8 +152,8 @@ def position_rows(
         tile = tl.where(apart > 0, 0, tl.cdiv(count, TILE_TOKENS) - 1 - inner)
         in_row = tile * TILE_TOKENS + tile_row // GROUP
         head = kv_head * GROUP + tile_row % GROUP
-        there = (in_row < count) & (tile_row < TILE_TOKENS * GROUP)
-        held = there[:, None] & (dim < HEAD_DIM)[None, :]
+        valid = (in_row < count) & (tile_row < TILE_TOKENS * GROUP)
+        held = valid[:, None] & (dim < HEAD_DIM)[None, :]
         token = (first_token + in_row).to(tl.int64)
         position = context - count + in_row
         earliest = context - count + tile * TILE_TOKENS
@@ -197,12 +197,12 @@ def position_rows(
             )
             total, peak, weight = joined(total, peak, weight, part_total, part_peak, part_weight)
         if apart > 0:
-            left = ((cell + inner * count + in_row) * (KV_HEADS * GROUP) + head).to(tl.int64)
-            tl.store(partial + left[:, None] * HEAD_DIM + dim[None, :], total, mask=held)
-            tl.store(levels + left, peak, mask=there)
-            tl.store(levels + (room * (KV_HEADS * GROUP) + left), weight, mask=there)
+            cells_at = ((cell + inner * count + in_row) * (KV_HEADS * GROUP) + head).to(tl.int64)
+            tl.store(partial + cells_at[:, None] * HEAD_DIM + dim[None, :], total, mask=held)
+            tl.store(levels + cells_at, peak, mask=valid)
+            tl.store(levels + (room * (KV_HEADS * GROUP) + cells_at), weight, mask=valid)
         else:
-            average = averaged(total, peak, weight, sinks, head, there, SINKS)
+            average = averaged(total, peak, weight, sinks, head, valid, SINKS)
             out_cell = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
             tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
 
@@ -241,9 +241,9 @@ def join_parts(
     items, divided, cells, taken = _rows_at(
         query_start, context_lens, own, rows, taken, room, window, AT_ONCE, TILE_TOKENS, PART_KEYS, WINDOWED
     )
-    here = own + tl.arange(0, AT_ONCE) == row
-    parts = tl.sum(tl.where(here & divided, items, 0), 0)
-    cell = tl.sum(tl.where(here, cells, 0), 0)
+    own_row = own + tl.arange(0, AT_ONCE) == row
+    parts = tl.sum(tl.where(own_row & divided, items, 0), 0)
+    cell = tl.sum(tl.where(own_row, cells, 0), 0)
     first_token = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - first_token
     in_row = tl.program_id(1)
@@ -251,23 +251,23 @@ def join_parts(
         return
     head = tl.program_id(2) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     dim = tl.arange(0, PAD_DIM)
-    there = head < HEADS
+    valid = head < HEADS
     peak = tl.full([TILE_HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([TILE_HEADS], tl.float32)
     total = tl.zeros([TILE_HEADS, PAD_DIM], tl.float32)
     for first in range(0, parts, UNROLLED):
         for ahead in tl.static_range(UNROLLED):  # so that loads need not wait for joins
             part = first + ahead
-            left = ((cell + part * count + in_row) * HEADS + head).to(tl.int64)
-            known = there & (part < parts)
+            cells_at = ((cell + part * count + in_row) * HEADS + head).to(tl.int64)
+            known = valid & (part < parts)
             wanted = known[:, None] & (dim < HEAD_DIM)[None, :]
-            part_total = tl.load(partial + left[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
-            part_peak = tl.load(levels + left, mask=known, other=float("-inf"))
-            part_weight = tl.load(levels + (room * HEADS + left), mask=known, other=0.0)
+            part_total = tl.load(partial + cells_at[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
+            part_peak = tl.load(levels + cells_at, mask=known, other=float("-inf"))
+            part_weight = tl.load(levels + (room * HEADS + cells_at), mask=known, other=0.0)
             total, peak, weight = joined(total, peak, weight, part_total, part_peak, part_weight)
-    average = averaged(total, peak, weight, sinks, head, there, SINKS)
+    average = averaged(total, peak, weight, sinks, head, valid, SINKS)
     cells_out = out + (first_token + in_row).to(tl.int64) * out_stride + head[:, None] * out_head_stride + dim[None, :]
-    tl.store(cells_out, average.to(out.dtype.element_ty), mask=there[:, None] & (dim < HEAD_DIM)[None, :])
+    tl.store(cells_out, average.to(out.dtype.element_ty), mask=valid[:, None] & (dim < HEAD_DIM)[None, :])
 
 
 def attend(

@@ -86,9 +86,9 @@ def coded_sums(
             # the lower nibble is the even input's, so the even inputs of x meet the lower nibbles
             pair = deep // 2 + tl.arange(0, TILE_DEPTH // 2)
             inside = pair < INPUTS // 2
-            here = held[:, None] & inside[None, :]
-            even = tl.load(tokens + 2 * pair[None, :], mask=here, other=0.0)
-            odd = tl.load(tokens + 2 * pair[None, :] + 1, mask=here, other=0.0)
+            valid = held[:, None] & inside[None, :]
+            even = tl.load(tokens + 2 * pair[None, :], mask=valid, other=0.0)
+            odd = tl.load(tokens + 2 * pair[None, :] + 1, mask=valid, other=0.0)
         if CODE == E2M1:
             group = deep // GROUP + tl.arange(0, TILE_DEPTH // GROUP)
             own_group = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
@@ -162,11 +162,11 @@ def coded_rows(
     )
     if BIAS:
         total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    there = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
-    kept = held[:, None] & wanted[None, :]
+    cells = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
+    valid = held[:, None] & wanted[None, :]
     if ADD:
-        total += tl.load(there, mask=kept, other=0.0).to(tl.float32)
-    tl.store(there, total.to(out.dtype.element_ty), mask=kept)
+        total += tl.load(cells, mask=valid, other=0.0).to(tl.float32)
+    tl.store(cells, total.to(out.dtype.element_ty), mask=valid)
 
 
 def coded_product(

@@ -34,9 +34,9 @@ def _tile(starts, tile, EXPERTS: tl.constexpr, PAD_EXPERTS: tl.constexpr, TILE_R
     """Find a tile's expert (EXPERTS or more: there is no such tile), its first row, and where the expert's rows end.
     Expert e has rows [starts[e], starts[e + 1])."""
     expert = tl.arange(0, PAD_EXPERTS)
-    there = expert < EXPERTS
-    begin = tl.load(starts + expert, mask=there, other=0)
-    end = tl.load(starts + expert + 1, mask=there, other=0)
+    valid = expert < EXPERTS
+    begin = tl.load(starts + expert, mask=valid, other=0)
+    end = tl.load(starts + expert + 1, mask=valid, other=0)
     end_tile = tl.cumsum(tl.cdiv(end - begin, TILE_ROWS), 0)
     done = end_tile <= tile
     own = tl.sum(done.to(tl.int32), 0)
@@ -230,18 +230,18 @@ def add_weighted_rows(
     as in `reference`. Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = column < WIDTH
+    valid = column < WIDTH
     kind = residual.dtype.element_ty
     total = tl.zeros([TILE], tl.float32)
     for place in range(0, PER_TOKEN):
         weight = tl.load(weights + token * PER_TOKEN + place).to(tl.float32)
-        part = tl.load(parts + (token * PER_TOKEN + place) * WIDTH + column, mask=there, other=0.0).to(tl.float32)
+        part = tl.load(parts + (token * PER_TOKEN + place) * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
         total = (total + (part * weight).to(kind).to(tl.float32)).to(kind).to(tl.float32)
     if SHARED:
-        own = tl.load(shared + token * WIDTH + column, mask=there, other=0.0).to(tl.float32)
+        own = tl.load(shared + token * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
         total = (total + own).to(kind).to(tl.float32)
     cell = residual + token * WIDTH + column
-    tl.store(cell, (tl.load(cell, mask=there, other=0.0).to(tl.float32) + total).to(kind), mask=there)
+    tl.store(cell, (tl.load(cell, mask=valid, other=0.0).to(tl.float32) + total).to(kind), mask=valid)
 
 
 def expert_outputs(

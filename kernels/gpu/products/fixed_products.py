@@ -26,13 +26,13 @@ _planned = lru_cache(fixed_plan)
 
 
 @triton.jit
-def _finish(total, cell, bias, column, kept, wanted, BIAS: tl.constexpr, ADD: tl.constexpr):
+def _finish(total, cell, bias, column, valid, wanted, BIAS: tl.constexpr, ADD: tl.constexpr):
     """Store sums with bias, or added to what is there, rounded once. `bias` of columns goes to all rows."""
     if BIAS:
         total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)
     if ADD:
-        total += tl.load(cell, mask=kept, other=0.0).to(tl.float32)
-    tl.store(cell, total.to(cell.dtype.element_ty), mask=kept)
+        total += tl.load(cell, mask=valid, other=0.0).to(tl.float32)
+    tl.store(cell, total.to(cell.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows", "run"])
@@ -78,13 +78,13 @@ def product_rows(
             factor = tl.load(matrix + at[:, None], mask=inside[:, None] & wanted[None, :], other=0.0)
             sums = product(own, factor, sums, WIDE)
         total += sums
-    kept = held[:, None] & wanted[None, :]
+    valid = held[:, None] & wanted[None, :]
     cell = row[:, None] * OUTPUTS + column[None, :]
     if run < PARTS:
         begin_of_run = tl.program_id(2).to(tl.int64) * rows * OUTPUTS
-        tl.store(partial + (begin_of_run + cell), total, mask=kept)
+        tl.store(partial + (begin_of_run + cell), total, mask=valid)
     else:
-        _finish(total, out + cell, bias, column[None, :], kept, wanted[None, :], BIAS, ADD)
+        _finish(total, out + cell, bias, column[None, :], valid, wanted[None, :], BIAS, ADD)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -121,7 +121,7 @@ def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
     if not rows:
         return
     x = _settled(x)
-    there = _settled(out)
+    result = _settled(out)
     plan = _planned(outputs=outputs, inputs=inputs, element_bytes=x.element_size())
     # One program for all parts of a tile saves a pass over memory; few tiles want more programs.
     run = 1 if rows <= plan.tile_rows else plan.parts
@@ -132,7 +132,7 @@ def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
         x,
         weight,
         weight if bias is None else bias,  # read with BIAS only
-        there,
+        result,
         partial,
         rows,
         run,
@@ -154,7 +154,7 @@ def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
         add_parts[(rows, -(-outputs // tile))](
             partial,
             weight if bias is None else bias,
-            there,
+            result,
             rows,
             OUTPUTS=outputs,
             PARTS=plan.parts,
@@ -163,8 +163,8 @@ def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
             TILE=tile,
             num_warps=4,
         )
-    if there is not out:
-        out.copy_(there)
+    if result is not out:
+        out.copy_(result)
 
 
 def _settled(tensor: Tensor) -> Tensor:

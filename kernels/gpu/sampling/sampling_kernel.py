@@ -39,12 +39,12 @@ def _likeliest(row, vocab, below, LANES: tl.constexpr, VEC: tl.constexpr):
     best = tl.full([LANES], _NEVER, tl.int64)
     # Four loads at a time: little is computed meanwhile, and 8 KiB on their way are a quarter of what memory gives.
     for first in range(0, vocab, LANES * VEC * 4):
-        index, there, logit = row_logits(row, first, vocab, LANES, VEC * 4)
+        index, valid, logit = row_logits(row, first, vocab, LANES, VEC * 4)
         bits = logit.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         key = tl.where(logit == 0.0, 0, tl.where(logit != logit, _NAN, key))
         pair = (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-        pair = tl.where(there & (pair < below), pair, _NEVER)
+        pair = tl.where(valid & (pair < below), pair, _NEVER)
         best = tl.maximum(best, tl.max(pair, 1))
     return tl.max(best, 0)
 
@@ -131,10 +131,10 @@ def _edit(row, vocab, begin, end, ids, values, saved, KIND: tl.constexpr, EDITS:
     for first in range(begin, end, EDITS):
         entry = first + tl.arange(0, EDITS)
         token = tl.load(ids + entry, mask=entry < end, other=0)
-        there = (entry < end) & (token >= 0) & (token < vocab)
-        old = tl.load(row + token, mask=there, other=0.0)
-        value = tl.load(values + entry, mask=there, other=1.0)
-        tl.store(saved + entry, old, mask=there)
+        valid = (entry < end) & (token >= 0) & (token < vocab)
+        old = tl.load(row + token, mask=valid, other=0.0)
+        value = tl.load(values + entry, mask=valid, other=1.0)
+        tl.store(saved + entry, old, mask=valid)
         if KIND == 0:
             new = tl.where(old > 0, tl.math.div_rn(old, value), old * value)
         elif KIND == 1:
@@ -143,7 +143,7 @@ def _edit(row, vocab, begin, end, ids, values, saved, KIND: tl.constexpr, EDITS:
             new = old + value
         else:
             new = tl.full([EDITS], float("-inf"), tl.float32)
-        tl.store(row + token, new, mask=there)
+        tl.store(row + token, new, mask=valid)
     tl.debug_barrier()
 
 
@@ -152,8 +152,8 @@ def _take_back(row, vocab, begin, end, ids, saved, EDITS: tl.constexpr):
     for first in range(begin, end, EDITS):
         entry = first + tl.arange(0, EDITS)
         token = tl.load(ids + entry, mask=entry < end, other=0)
-        there = (entry < end) & (token >= 0) & (token < vocab)
-        tl.store(row + token, tl.load(saved + entry, mask=there, other=0.0), mask=there)
+        valid = (entry < end) & (token >= 0) & (token < vocab)
+        tl.store(row + token, tl.load(saved + entry, mask=valid, other=0.0), mask=valid)
     tl.debug_barrier()
 
 
@@ -207,11 +207,11 @@ def sample_rows(
     number = tl.program_id(0)
     row = logits + number.to(tl.int64) * row_stride
     starts = edit_starts + number * 4  # a row's kinds follow one another, and the rows do
-    repeated, said = tl.load(starts), tl.load(starts + 1)
+    repeated, generated = tl.load(starts), tl.load(starts + 1)
     biased, banned, end = tl.load(starts + 2), tl.load(starts + 3), tl.load(starts + 4)
     if end > repeated:
-        _edit(row, vocab, repeated, said, edit_ids, edit_values, saved, 0, EDITS)
-        _edit(row, vocab, said, biased, edit_ids, edit_values, saved, 1, EDITS)
+        _edit(row, vocab, repeated, generated, edit_ids, edit_values, saved, 0, EDITS)
+        _edit(row, vocab, generated, biased, edit_ids, edit_values, saved, 1, EDITS)
         _edit(row, vocab, biased, banned, edit_ids, edit_values, saved, 2, EDITS)
         _edit(row, vocab, banned, end, edit_ids, edit_values, saved, 3, EDITS)
 
@@ -239,8 +239,8 @@ def sample_rows(
         tl.debug_barrier()
         _take_back(row, vocab, banned, end, edit_ids, saved, EDITS)
         _take_back(row, vocab, biased, banned, edit_ids, saved, EDITS)
-        _take_back(row, vocab, said, biased, edit_ids, saved, EDITS)
-        _take_back(row, vocab, repeated, said, edit_ids, saved, EDITS)
+        _take_back(row, vocab, generated, biased, edit_ids, saved, EDITS)
+        _take_back(row, vocab, repeated, generated, edit_ids, saved, EDITS)
     want = tl.load(wants + number)
     if want >= 0:
         pair = _likeliest(row, vocab, tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64), LANES, VEC)

@@ -24,8 +24,8 @@ _INFINITE = tl.constexpr(0x7F800000)
 def row_logits(row, first, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
     """Load a tile of a row: ids [LANES, VEC], which of them exist, and their logits (others: -inf)."""
     index = first + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    there = index < vocab
-    return index, there, tl.load(row + index, mask=there, other=float("-inf"))
+    valid = index < vocab
+    return index, valid, tl.load(row + index, mask=valid, other=float("-inf"))
 
 
 @triton.jit
@@ -293,7 +293,7 @@ def _guess(
         mass = _mass_of_few(cells, held, most, temperature, False, LANES, INTERPRETED)
     if some > _LEAST_SAMPLE:
         spread = tl.sqrt(some.to(tl.float32))
-        near, far, left = _narrow_few(
+        near, far, remaining = _narrow_few(
             cells,
             held,
             most,
@@ -313,7 +313,7 @@ def _guess(
         )
         begin, end = tl.maximum(near, 0).to(tl.float32, bitcast=True), far.to(tl.float32, bitcast=True)
         if far < _INFINITE:
-            more = (end - begin) * tl.maximum(spread / tl.maximum(left, 1).to(tl.float32), 1.0)
+            more = (end - begin) * tl.maximum(spread / tl.maximum(remaining, 1).to(tl.float32), 1.0)
             begin, end = tl.maximum(begin - more, 0.0), end + more
         low = tl.where(near > 0, tl.maximum(low, begin.to(tl.int32, bitcast=True)), low)
         high = tl.minimum(high, end.to(tl.int32, bitcast=True))
@@ -362,10 +362,10 @@ def reach_of(
         low, high, before, upto, below, above = _narrowed(low, high, before, upto, below, above, p2, n2, s2, enough)
         low, high, before, upto, below, above = _narrowed(low, high, before, upto, below, above, p3, n3, s3, enough)
         passes += 1
-        left = above - below
-        if (high - low > 1) & (left > 1):
+        remaining = above - below
+        if (high - low > 1) & (remaining > 1):
             near, far = low, high
-            fits = left * 8 <= LANES * SLOTS * 3
+            fits = remaining * 8 <= LANES * SLOTS * 3
             if (not fits) & (passes <= _GUESSES):
                 held, _, _ = _copy_bracket(
                     row,
@@ -422,7 +422,7 @@ def reach_of(
                             low, high, before, upto, below, above, far, below + some, before + mass_of, enough
                         )
                     if high == far:
-                        low, high, left = _narrow_few(
+                        low, high, remaining = _narrow_few(
                             cells,
                             held,
                             most,

@@ -119,14 +119,14 @@ class BlockPool:
         return found
 
     def lookup_windows(
-        self, hashes: Sequence[BlockHash], behind: Sequence[Callable[[int], int]]
+        self, hashes: Sequence[BlockHash], freed: Sequence[Callable[[int], int]]
     ) -> tuple[int, list[list[int]]]:
         """Find the longest beginning of this chain that every group of layers can continue. Return its length in
-        blocks, and each group's blocks that later tokens see. `behind` of each group: how many of n leading blocks they
+        blocks, and each group's blocks that later tokens see. `freed` of each group: how many of n leading blocks they
         do not see, so that those need not be known. Takes no ownership."""
         known, end = self._block_of, len(hashes)
         while end:
-            for group, of_first in enumerate(behind):
+            for group, of_first in enumerate(freed):
                 first = of_first(end)
                 # Nothing behind a gap is seen by what comes. Where everything is, the first gap bounds the beginning;
                 # where a window is, the last one: what ends between two gaps may be as long as the window.
@@ -138,9 +138,9 @@ class BlockPool:
             else:
                 return end, [
                     [known[of_group(digest, group)] for digest in hashes[of_first(end) : end]]
-                    for group, of_first in enumerate(behind)
+                    for group, of_first in enumerate(freed)
                 ]
-        return 0, [[] for _ in behind]
+        return 0, [[] for _ in freed]
 
     def reuse(self, blocks: Sequence[int]) -> None:
         """Add an owner to blocks found by `lookup`."""

@@ -88,7 +88,7 @@ class SharedBlocks:
         """Return the next `count` free blocks, or all if there are fewer. Takes none."""
         return self._free[: -count - 1 : -1] if count else []
 
-    def find_beside_left(self, tenants: Iterable[Tenant], slots: int) -> int | None:
+    def find_shareable(self, tenants: Iterable[Tenant], slots: int) -> int | None:
         """R8 · Find the left tenants' last block with most empty slots, `slots` or more: FindBlock if none is free."""
         best, most = None, slots - 1
         for tenant in tenants:

@@ -110,9 +110,9 @@ class ModelShape:
     def common_parameters(self) -> int:
         """Parameters in all layers' matrices that every token passes through: all but the experts."""
         mixtures = self.mixture_layers
-        beside = self.hidden * self.experts + self._mlp_parameters(self.shared_intermediate)
+        shared = self.hidden * self.experts + self._mlp_parameters(self.shared_intermediate)
         dense = (self.layers - mixtures) * self.layer_parameters
-        return dense + mixtures * (self.attention_parameters + beside)
+        return dense + mixtures * (self.attention_parameters + shared)
 
     @property
     def active_parameters(self) -> int:

@@ -77,9 +77,9 @@ class FairOrder(PrefillOrder):
 
     def remove(self, now_s: float, request_id: RequestId) -> None:
         self._sent.pop(request_id, None)
-        gone = self._drop(request_id)
-        if gone is not None:
-            self._give_back(gone)
+        removed = self._drop(request_id)
+        if removed is not None:
+            self._give_back(removed)
         self._order.remove(now_s, request_id)
 
     def revise(self, now_s: float, request_id: RequestId, prediction: Prediction) -> None:

@@ -484,9 +484,9 @@ class IterationScheduler(ABC):
         tell their times in the next `News.ran`, which must not lead to other decisions than one by one would."""
         return 0
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
         """Return the tokens that `decide`, called after the iteration in flight, would give to each prompt that goes
-        on, one at least. `begun`: all that each of them has left then, two tokens or more; `single` rows of one token
+        on, one at least. `prompts`: all that each of them has left then, two tokens or more; `single` rows of one token
         stand beside them. Asked before `continues`, which then holds the whole plan. None: that follows from what is
         not known yet, such as times, or one of them would get nothing."""
         return None

@@ -27,11 +27,11 @@ _GAIN = 1.03
 _WAIT = 0.05
 """Cost of waiting for the iteration before, as a share of one: the host's work, which planning ahead hides."""
 _LIKELY = 0.9
-_ASKED_ANEW = 8
+_MAX_REUSES = 8
 """Iterations of as many rows for which one answer to whether drafts could pay holds."""
 _EACH, _NOTED = 32, 4
 """First iterations, each noted; later, without drafts, one of `_NOTED`."""
-_LOOKS_ON = 4
+_LOOKAHEAD = 4
 """Positions beyond the best number so far at which the search ends."""
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
 """Weight of a measured iteration, and of the step times before any was measured."""
@@ -160,7 +160,7 @@ class Speculation:
     def lately(self, rows: int) -> bool | None:
         """Return what `is_worthwhile` said of as many rows in the last iterations; None: it has to be asked."""
         self._worthwhile_reused += 1
-        return self._was_worthwhile if rows == self._of_rows and self._worthwhile_reused < _ASKED_ANEW else None
+        return self._was_worthwhile if rows == self._of_rows and self._worthwhile_reused < _MAX_REUSES else None
 
     def allot(
         self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
@@ -203,7 +203,7 @@ class Speculation:
         tokens, best_rate, best = float(shape.decodes), _GAIN * shape.decodes / plain_s, 0
         gains = [chance if limit > 0 else 0.0 for chance, limit in zip(chances, limits, strict=True)]
         order, deepest = list[int](), 0
-        while len(order) < min(most, best + _LOOKS_ON):
+        while len(order) < min(most, best + _LOOKAHEAD):
             index = max(range(len(gains)), key=gains.__getitem__)
             if gains[index] <= 0.0:
                 break

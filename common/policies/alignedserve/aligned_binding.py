@@ -67,19 +67,19 @@ class RunningBatch:
     """Blocks of bound requests that have not arrived."""
     arrived: dict[RequestId, int] = field(default_factory=dict)
     """Blocks of requests that arrived since the last report."""
-    left_blocks: int = 0
+    freed_blocks: int = 0
     """Blocks of requests that left since the last report."""
-    left_rows: int = 0
+    freed_rows: int = 0
     _contexts: dict[RequestId, int] = field(default_factory=dict)
     _stats: WorkerStats | None = None
 
-    def look(self, view: InstanceView) -> None:
+    def refresh(self, view: InstanceView) -> None:
         """Take over a new report, once."""
         if self._stats is view.stats:
             return
         self._stats = view.stats
         self.arrived.clear()
-        self.left_blocks = self.left_rows = 0
+        self.freed_blocks = self.freed_rows = 0
         self._contexts = {work.request_id: work.context for work in view.stats.queue}
         for request_id, positions in self.members.items():
             self.members[request_id] = max(positions, self._contexts.get(request_id, 0))
@@ -92,18 +92,18 @@ class RunningBatch:
         if blocks is not None:
             self.arrived[request_id] = blocks
 
-    def has_left(self, request_id: RequestId, geometry: KvGeometry) -> None:
+    def on_removed(self, request_id: RequestId, geometry: KvGeometry) -> None:
         """Drop a request that ended, was lost or was evicted."""
         self.members.pop(request_id, None)
         if self.moving.pop(request_id, None) is None and self.arrived.pop(request_id, None) is None:
             positions = self._contexts.pop(request_id, 0)
             if positions:
-                self.left_blocks += geometry.blocks_held(positions)
-                self.left_rows += 1
+                self.freed_blocks += geometry.blocks_held(positions)
+                self.freed_rows += 1
 
     def rows(self, view: InstanceView) -> int:
         """Return the number of requests that run there or will shortly."""
-        reported = view.stats.running + view.stats.waiting - self.left_rows
+        reported = view.stats.running + view.stats.waiting - self.freed_rows
         return max(0, reported) + len(self.moving) + len(self.arrived)
 
     def stuck(self, view: InstanceView) -> bool:
@@ -115,7 +115,7 @@ class RunningBatch:
 
     def free_blocks(self, view: InstanceView) -> int:
         reserved = sum(self.moving.values()) + sum(self.arrived.values())
-        return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - reserved
+        return min(view.free_blocks + self.freed_blocks, view.capacity.num_blocks) - reserved
 
     def span(self, slack: float) -> tuple[int, int] | None:
         """A7 · Return the range of prefix lengths that match the running batch, `slack` of it beyond either end; None
@@ -174,7 +174,7 @@ class AlignedBinding(LateBinding):
         if batch is not None:
             batch.requests = deque(item for item in batch.requests if item.request_id != request_id)
             batch.candidate = deque(item for item in batch.candidate if item.request_id != request_id)
-            batch.has_left(request_id, self._geometry)
+            batch.on_removed(request_id, self._geometry)
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Bind | Prefetch]:
         views = self._views = cluster.instances
@@ -194,7 +194,7 @@ class AlignedBinding(LateBinding):
         # The batch with most headroom chooses first.
         for view in sorted(decodes, key=lambda v: (-v.free_blocks, v.instance)):
             batch = self._batches.setdefault(view.instance, RunningBatch())
-            batch.look(view)
+            batch.refresh(view)
             self._advance(now_s, view, batch)
         return self._actions
 
@@ -217,7 +217,7 @@ class AlignedBinding(LateBinding):
         batch, view = self._batches.get(item.instance), self._views.get(item.instance)
         if batch is not None and (decode == item.instance or (view is not None and view.role is Role.DECODE)):
             # A decode worker has evicted it: to the buffer of the prefill worker with most room.
-            batch.has_left(request_id, self._geometry)
+            batch.on_removed(request_id, self._geometry)
             prefills = [v for v in self._views.values() if v.role.prefills and v.instance != item.instance]
             target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
             # Half of that cache stays free for prompts: full caches wait for each other's blocks.
@@ -227,11 +227,11 @@ class AlignedBinding(LateBinding):
                 evicted = Bind(request_id, target.instance, 0, "evicted: the longest makes room", parks=True)
                 self._actions.append(evicted)
                 return
-        home = self._batches.get(self._evicted.pop(request_id, ""))
-        span = home.span(_SLACK) if home is not None else None
-        if home is not None and span is not None and span[0] <= item.positions <= span[1]:
-            home.requests.append(pooled)
-            self._decode_of[request_id] = next(name for name, each in self._batches.items() if each is home)
+        origin = self._batches.get(self._evicted.pop(request_id, ""))
+        span = origin.span(_SLACK) if origin is not None else None
+        if origin is not None and span is not None and span[0] <= item.positions <= span[1]:
+            origin.requests.append(pooled)
+            self._decode_of[request_id] = next(name for name, each in self._batches.items() if each is origin)
         else:
             self._tree.insert(pooled)
 
@@ -363,8 +363,8 @@ class AlignedBinding(LateBinding):
             return
         while waiting and rows < capacity.max_rows:
             item = waiting[0]
-            left = free - item.blocks
-            if rows and (left < max(rows + 1, capacity.num_blocks // 20) or capacity.num_blocks - left > headroom):
+            rest = free - item.blocks
+            if rows and (rest < max(rows + 1, capacity.num_blocks // 20) or capacity.num_blocks - rest > headroom):
                 return
             waiting.popleft()
             batch.bound(item)
@@ -372,7 +372,7 @@ class AlignedBinding(LateBinding):
                 batch.has_arrived(item.request_id)
             self._fetched.pop(item.request_id, None)
             self._joined += 1
-            rows, free = rows + 1, left
+            rows, free = rows + 1, rest
             self._actions.append(Bind(item.request_id, view.instance, batch.batch_id, reason))
 
     def _fetch(self, buffered: Iterable[PooledRequest]) -> None:

@@ -167,7 +167,7 @@ class QuadTree:
             span = 4 ** (self._depth - level)
             for index in range(4**level):
                 below = [item for leaf in self._leaves[index * span : (index + 1) * span] for item in leaf.values()]
-                told = (self._requests[level][index], self._blocks[level][index], self._due_s[level][index])
+                stored = (self._requests[level][index], self._blocks[level][index], self._due_s[level][index])
                 true = (len(below), sum(i.blocks for i in below), min((i.due_s for i in below), default=math.inf))
-                if told != true:
-                    raise InvariantViolated(f"node {level}/{index} says {told}, holds {true}")
+                if stored != true:
+                    raise InvariantViolated(f"node {level}/{index} says {stored}, holds {true}")

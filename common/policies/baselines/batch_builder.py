@@ -38,27 +38,27 @@ class IterationLimits:
     padded: bool = False
 
 
-def whole_chunks(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
+def whole_chunks(limits: IterationLimits, prompts: Seq[Row], single: int) -> list[int] | None:
     """Return `IterationScheduler.chunks_ahead` where all rows fit one iteration, whatever their order."""
-    counts = [min(row.count, limits.chunk) for row in begun]
-    fit = sum(counts) + single <= limits.max_tokens and len(begun) + single <= limits.max_rows
+    counts = [min(row.count, limits.chunk) for row in prompts]
+    fit = sum(counts) + single <= limits.max_tokens and len(prompts) + single <= limits.max_rows
     return counts if fit and not limits.padded else None
 
 
-def chunks_by_arrival(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
+def chunks_by_arrival(limits: IterationLimits, prompts: Seq[Row], single: int) -> list[int] | None:
     """Return `chunks_ahead` where rows of one token come first, then prompts by arrival, each as much as is left."""
-    if limits.padded or len(begun) + single > limits.max_rows:
+    if limits.padded or len(prompts) + single > limits.max_rows:
         return None
-    return divided(begun, limits.max_tokens - single, limits.chunk)
+    return divided(prompts, limits.max_tokens - single, limits.chunk)
 
 
-def divided(begun: Seq[Row], left: int, chunk: int) -> list[int] | None:
-    """Divide `left` tokens over prompts by arrival, max `chunk` for each; None if one gets nothing."""
+def divided(prompts: Seq[Row], tokens: int, chunk: int) -> list[int] | None:
+    """Divide `tokens` over prompts by arrival, max `chunk` for each; None if one gets nothing."""
     counts = dict[Sequence, int]()
-    for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
-        counts[row.sequence] = min(row.count, chunk, left)
-        left -= counts[row.sequence]
-    return [counts[row.sequence] for row in begun] if min(counts.values(), default=0) > 0 else None
+    for row in sorted(prompts, key=lambda row: by_arrival(row.sequence)):
+        counts[row.sequence] = min(row.count, chunk, tokens)
+        tokens -= counts[row.sequence]
+    return [counts[row.sequence] for row in prompts] if min(counts.values(), default=0) > 0 else None
 
 
 class BatchBuilder:
@@ -114,7 +114,7 @@ class BatchBuilder:
         if self.full or sequence.phase is not Phase.RUNNING or sequence in self._planned or sequence.uncomputed < 1:
             return False
         count = self._count(sequence)
-        if not self._fits_beside(count):
+        if not self._fits(count):
             return False
         while not self._kv.extend(sequence, sequence.computed + count):
             lower = self._holders[self._holders.index(sequence) :]
@@ -130,7 +130,7 @@ class BatchBuilder:
 
     def admit(self, sequence: Sequence) -> bool:
         """Give a waiting or swapped sequence blocks and a row, if there is room."""
-        if self.full or sequence in self._evicted or not self._fits_beside(self._count(sequence)):
+        if self.full or sequence in self._evicted or not self._fits(self._count(sequence)):
             return False
         if sequence.phase is Phase.WAITING:
             admitted = start(sequence, self._kv)
@@ -147,9 +147,9 @@ class BatchBuilder:
         """Take the blocks of a sequence that has no row in this iteration."""
         self._evict(sequence)
 
-    def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[Attempt]) -> bool:
+    def admit_by_force(self, sequence: Sequence, blocks: int, protected: Set[Attempt]) -> bool:
         """Admit a sequence; if there is no room lower ranks give way, as long as they hold enough for `blocks`.
-        Sequences in `kept` do not. If `kept` holds all without a sampled token since they came in, a token lies between
+        `protected` sequences do not. If these are all without a sampled token since they came in, a token lies between
         any two evictions: however ranks change, work that is thrown away is paid for by progress."""
         if self.full or sequence in self._evicted:
             return False
@@ -159,7 +159,7 @@ class BatchBuilder:
         victims = [
             s
             for s in self._holders
-            if self._rank(s) > key and s not in self._planned and not s.pinned and s.key not in kept
+            if self._rank(s) > key and s not in self._planned and not s.pinned and s.key not in protected
         ]
         held = self._kv.owners()
         if self._kv.free_blocks + self._kv.cached_blocks + sum(held.get(s.key, 0) for s in victims) < blocks:
@@ -181,7 +181,7 @@ class BatchBuilder:
     def _count(self, sequence: Sequence) -> int:
         return min(sequence.uncomputed, self._limits.chunk, self.tokens_left)
 
-    def _fits_beside(self, count: int) -> bool:
+    def _fits(self, count: int) -> bool:
         """Return whether a row fits: padded prompts are a rectangle, which `max_tokens` bounds with the other rows."""
         if not self._limits.padded:
             return True

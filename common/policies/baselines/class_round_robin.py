@@ -68,8 +68,8 @@ class ClassRoundRobin(IterationScheduler):
                 return
             alive += 1
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        return whole_chunks(self._limits, begun, single)
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
+        return whole_chunks(self._limits, prompts, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Return whether all have rows: they are of one class then, which has every iteration."""

@@ -50,12 +50,12 @@ class ContinuousBatching(ArrivalQueues):
         tokens_left = self._max_step_tokens
 
         decoding: list[Sequence] = []
-        begun: list[Sequence] = []
+        started: list[Sequence] = []
         for sequence in self._running:
-            left = sequence.uncomputed
-            if left:
-                (decoding if left == 1 else begun).append(sequence)
-        prompts = [*begun, *self._swapped, *self._waiting]
+            uncomputed = sequence.uncomputed
+            if uncomputed:
+                (decoding if uncomputed == 1 else started).append(sequence)
+        prompts = [*started, *self._swapped, *self._waiting]
         by_block, size = kv.grows_by_block, kv.geometry.block_size
         for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
@@ -96,11 +96,11 @@ class ContinuousBatching(ArrivalQueues):
             return 0
         return UNTIL_CHANGED if self.continues(plan, kv, 0, 0) else 0
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        if len(begun) + single > self._max_rows:
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
+        if len(prompts) + single > self._max_rows:
             return None
-        left = self._for_prompts(single)
-        return divided(begun, left, left)
+        tokens = self._for_prompts(single)
+        return divided(prompts, tokens, tokens)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         rows = len(plan.rows)
@@ -137,10 +137,10 @@ class ContinuousBatching(ArrivalQueues):
 
     def _for_prompts(self, decode_rows: int) -> int:
         """Return the prompt tokens of an iteration with `decode_rows`."""
-        left = self._max_step_tokens - decode_rows
-        return min(left, self._beside(decode_rows)) if decode_rows else left
+        remaining = self._max_step_tokens - decode_rows
+        return min(remaining, self._chunk_beside(decode_rows)) if decode_rows else remaining
 
-    def _beside(self, decode_rows: int) -> int:
+    def _chunk_beside(self, decode_rows: int) -> int:
         return max(self._prefill_chunk - decode_rows, (self._prefill_chunk + 1) // 2)
 
     def _count(self, sequence: Sequence, tokens_left: int) -> int:

@@ -79,8 +79,8 @@ class MultiResource(IterationScheduler):
                 nearest, smallest = sequence, distance
         return nearest
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        return chunks_by_arrival(self._limits, begun, single)
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
+        return chunks_by_arrival(self._limits, prompts, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Return whether every sequence has a row, or none of those that wait finds a place."""

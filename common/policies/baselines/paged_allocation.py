@@ -122,20 +122,20 @@ class PagedAllocator(KvAllocator):
         cacheable = tokens[: max_cached // size * size]
         hashes = block_hashes(cacheable, size, parent=prefix_root(salt)) if self._caching else []
         if self._simple:
-            behind, shared = [0], [self._pool.lookup(hashes)]
+            freed, shared = [0], [self._pool.lookup(hashes)]
             cached = len(shared[0])
         elif arriving:
-            behind = [self.geometry.blocks_before_window(arriving, window) for window in self._windows]
-            known = [self._pool.lookup(hashes[first:], group) for group, first in enumerate(behind)]
-            cached = min([first + len(blocks) for first, blocks in zip(behind, known, strict=True)])
-            shared = [blocks[: max(0, cached - first)] for first, blocks in zip(behind, known, strict=True)]
+            freed = [self.geometry.blocks_before_window(arriving, window) for window in self._windows]
+            known = [self._pool.lookup(hashes[first:], group) for group, first in enumerate(freed)]
+            cached = min([first + len(blocks) for first, blocks in zip(freed, known, strict=True)])
+            shared = [blocks[: max(0, cached - first)] for first, blocks in zip(freed, known, strict=True)]
         else:
             seen = [partial(self._freed_blocks, window) for window in self._windows]
             cached, shared = self._pool.lookup_windows(hashes, seen)
-            behind = [cached - len(blocks) for blocks in shared]
+            freed = [cached - len(blocks) for blocks in shared]
         found = cached * size if any(shared) or not arriving else 0
         entries = self.geometry.entries(positions)
-        wanted = [entries - max(first, cached) for first in behind]
+        wanted = [entries - max(first, cached) for first in freed]
         reused = [block for blocks in shared for block in blocks] if len(shared) > 1 else shared[0]
         # Shared blocks without an owner are among the available ones until they are taken.
         if sum(wanted) > self._pool.available - (len(reused) - self._pool.owned_among(reused)):
@@ -147,14 +147,14 @@ class PagedAllocator(KvAllocator):
         fresh = iter(self._pool.allocate(sum(wanted)))
         tables = [
             [NO_BLOCK] * first + blocks + list(islice(fresh, count))
-            for first, blocks, count in zip(behind, shared, wanted, strict=True)
+            for first, blocks, count in zip(freed, shared, wanted, strict=True)
         ]
         assert all(len(table) == entries for table in tables), (
             f"{key} has tables of {[*map(len, tables)]}, not {entries}"
         )
         assert found <= max_cached, f"{key} is to reuse {found} positions, {max_cached} at most"
-        more = [Table(table, freed=first) for table, first in zip(tables[1:], behind[1:], strict=True)]
-        self._held[key] = Holding(tables[0], freed=behind[0], hashes=hashes[:cached], more=more)
+        more = [Table(table, freed=first) for table, first in zip(tables[1:], freed[1:], strict=True)]
+        self._held[key] = Holding(tables[0], freed=freed[0], hashes=hashes[:cached], more=more)
         return found
 
     def _freed_blocks(self, window: int, full: int) -> int:
@@ -162,10 +162,10 @@ class PagedAllocator(KvAllocator):
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         holding, size = self._held[sequence.key], self.geometry.block_size
-        there = len(holding.blocks)
-        if positions <= there * size:
+        existing = len(holding.blocks)
+        if positions <= existing * size:
             return True
-        wanted = -(-positions // size) - there  # `entries`, written out: every row comes here at every block
+        wanted = -(-positions // size) - existing  # `entries`, written out: every row comes here at every block
         if wanted * self._groups > self._pool.available:
             self._failures += 1
             return False
@@ -202,28 +202,28 @@ class PagedAllocator(KvAllocator):
         holding = self._held.get(sequence.key)
         if holding is None:
             return
-        there = len(holding.blocks) * self.geometry.block_size
-        assert sequence.computed <= there, f"{sequence.key} has {sequence.computed} positions in blocks for {there}"
+        room = len(holding.blocks) * self.geometry.block_size
+        assert sequence.computed <= room, f"{sequence.key} has {sequence.computed} positions in blocks for {room}"
         if self._caching:
             self._remember(sequence, holding)
         if self._gives_back:
             for table, window in zip(holding.tables, self._windows, strict=True):
-                behind = (
+                freed = (
                     min(self.geometry.blocks_before_window(sequence.computed, window), len(table.blocks))
                     if window
                     else 0
                 )
-                if behind > table.freed:
-                    self._give_back(sequence, table, behind)
+                if freed > table.freed:
+                    self._give_back(sequence, table, freed)
 
-    def _give_back(self, sequence: Sequence, table: Table, behind: int) -> None:
-        """Release the first `behind` blocks, which no later token sees, and no transfer reads."""
+    def _give_back(self, sequence: Sequence, table: Table, freed: int) -> None:
+        """Release the first `freed` blocks, which no later token sees, and no transfer reads."""
         first = table.freed
-        assert first < behind <= len(table.blocks), f"{sequence.key} gives back [{first}, {behind}) of its blocks"
-        self._pool.release(table.blocks[first:behind])
-        table.blocks[first:behind] = [NO_BLOCK] * (behind - first)
-        table.freed = behind
-        self._given_back += behind - first
+        assert first < freed <= len(table.blocks), f"{sequence.key} gives back [{first}, {freed}) of its blocks"
+        self._pool.release(table.blocks[first:freed])
+        table.blocks[first:freed] = [NO_BLOCK] * (freed - first)
+        table.freed = freed
+        self._given_back += freed - first
 
     def _remember(self, sequence: Sequence, holding: Holding) -> None:
         """Enter full blocks into the prefix cache."""

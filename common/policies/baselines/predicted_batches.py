@@ -112,9 +112,9 @@ class PredictedBatches(IterationScheduler):
             batch.add(sequence.key)
         return batch
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
         """Return chunks of prompts alone: rows of one token wait until these have ended."""
-        return None if single else chunks_by_arrival(self._limits, begun, single)
+        return None if single else chunks_by_arrival(self._limits, prompts, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Return whether all members have rows: none joins before the last has ended."""

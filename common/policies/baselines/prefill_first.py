@@ -84,9 +84,9 @@ class PrefillFirst(IterationScheduler):
         stands = not waiting or full or not self._leaves_headroom(waiting[0], kv, len(running))
         return UNTIL_CHANGED if stands else 0
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
         """Return chunks of prompts alone: rows of one token wait until these have ended."""
-        return None if single else chunks_by_arrival(self._limits, begun, single)
+        return None if single else chunks_by_arrival(self._limits, prompts, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         if len(plan.rows) + leaving == len(self._queues):

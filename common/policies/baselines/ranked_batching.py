@@ -131,8 +131,8 @@ class RankedBatching(IterationScheduler):
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         return UNTIL_CHANGED if full and running == len(plan.rows) and not self._evicting else 0
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        return whole_chunks(self._limits, begun, single)
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
+        return whole_chunks(self._limits, prompts, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """Return whether every sequence has a row, or the best ranked newcomer, and so each, finds no place."""
@@ -144,14 +144,14 @@ class RankedBatching(IterationScheduler):
             return False
         key = self._ranking.key
         first = min(waiting, key=key)
-        behind = key(first) > max(key(row.sequence) for row in plan.rows)
+        comes_last = key(first) > max(key(row.sequence) for row in plan.rows)
         # Of its prompt a prefix cache may hold all but the last block.
         geometry = kv.geometry
         cached = (first.target - 1) // geometry.block_size * geometry.num_groups
         needs = geometry.blocks_for(self._reservation(first)) - cached
         if needs > kv.free_blocks + kv.cached_blocks:
-            return behind or not self._evicting
-        return behind and (rows >= self._limits.max_rows or plan.tokens >= self._limits.max_tokens)
+            return comes_last or not self._evicting
+        return comes_last and (rows >= self._limits.max_rows or plan.tokens >= self._limits.max_tokens)
 
     def metrics(self) -> dict[str, float]:
         swapped = sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)

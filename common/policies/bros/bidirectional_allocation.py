@@ -191,8 +191,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         tenant = self._tenants.get(sequence.key)
         if tenant is None or not tenant.blocks:
             return
-        first, there = tenant.stored // self._size, len(tenant.blocks) * self._size
-        assert sequence.computed <= there, f"{tenant.name} has {sequence.computed} positions in blocks for {there}"
+        first, room = tenant.stored // self._size, len(tenant.blocks) * self._size
+        assert sequence.computed <= room, f"{tenant.name} has {sequence.computed} positions in blocks for {room}"
         tenant.stored = sequence.computed
         for index in range(first, self.geometry.blocks_for(tenant.stored)):
             tenant.resident[index] = self._table.within(tenant.stored, index)
@@ -224,8 +224,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             self._table.attach(tenant, index, next(found))
         for block in found:
             self._table.attach(tenant, len(tenant.blocks), block)
-        for victim, index, kept in change.overwritten:
-            self._checkpoint(victim, index, kept)
+        for victim, index, retained in change.overwritten:
+            self._checkpoint(victim, index, retained)
         for index in sorted(tenant.host):
             self._bring_back(tenant, index, concurrent)
         tenant.claimed = max(positions, tenant.stored)
@@ -247,7 +247,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         found = table.find_free(wanted)
         if len(found) < wanted and not tenant.exclusive:
             if tenant.reversed:
-                found += self._beside_left(positions, count, moved, held, wanted - len(found))
+                found += self._shareable_blocks(positions, count, moved, held, wanted - len(found))
             else:
                 found += self._preempt(wanted - len(found))
         if len(found) < wanted:
@@ -293,13 +293,13 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             if index < held and table.left_extent(tenant.blocks[index]) + table.within(end, index) > self._size
         )
 
-    def _beside_left(self, positions: int, count: int, moved: list[int], held: int, missing: int) -> list[int]:
+    def _shareable_blocks(self, positions: int, count: int, moved: list[int], held: int, missing: int) -> list[int]:
         """Return a last block beside a real-time request's, if only the last block is missing."""
         last_is_new = count > held or (bool(moved) and moved[-1] == count - 1)
         if missing != 1 or not last_is_new:
             return []
         left = (t for t in self._tenants.values() if not t.reversed)
-        block = self._table.find_beside_left(left, self._table.within(positions, count - 1))
+        block = self._table.find_shareable(left, self._table.within(positions, count - 1))
         return [] if block is None else [block]
 
     def _overwritten(self, tenant: Tenant, positions: int, found: list[int]) -> list[tuple[Tenant, int, int]] | None:
@@ -313,11 +313,11 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             if side is None:
                 continue
             victim, victim_index = side
-            kept = self._size - self._table.within(positions, index)
-            if kept < self._relied_on(victim, victim_index):
+            retained = self._size - self._table.within(positions, index)
+            if retained < self._relied_on(victim, victim_index):
                 if victim in self._served:
                     return None
-                lost.append((victim, victim_index, kept))
+                lost.append((victim, victim_index, retained))
         return lost
 
     def _relied_on(self, tenant: Tenant, index: int) -> int:
@@ -327,19 +327,19 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             return self._table.within(tenant.claimed, index)
         return tenant.resident[index]
 
-    def _checkpoint(self, tenant: Tenant, index: int, kept: int) -> None:
-        """R9 · Copy offsets [kept, resident) of a block to host memory and count them as gone."""
+    def _checkpoint(self, tenant: Tenant, index: int, retained: int) -> None:
+        """R9 · Copy offsets [retained, resident) of a block to host memory and count them as gone."""
         resident = tenant.resident[index]
-        if resident <= kept:
+        if resident <= retained:
             return
         if index not in tenant.host:
             assert self._host_free, f"no host block for {tenant.name}"
             tenant.host[index] = self._host_free.pop()
-        slots = self._table.slots(tenant, tenant.blocks[index], kept, resident)
+        slots = self._table.slots(tenant, tenant.blocks[index], retained, resident)
         self._copies.add("out", slots if not tenant.reversed else slots[::-1], tenant.host[index])
-        tenant.resident[index] = kept
-        tenant.away += resident - kept
-        self._checkpointed_total += resident - kept
+        tenant.resident[index] = retained
+        tenant.away += resident - retained
+        self._checkpointed_total += resident - retained
 
     def _bring_back(self, tenant: Tenant, index: int, concurrent: bool) -> None:
         """R9, R10 · Copy the slots of one block from host memory into the block that the tenant has now."""

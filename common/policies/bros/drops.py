@@ -50,12 +50,12 @@ class Drops:
         `sharing`: the allocator's, if real-time requests take best-effort blocks without a drop (R8)."""
         if not (desperate or self._others):
             return
-        kept = () if desperate else {other.key for other in batch.guaranteed}
+        protected = () if desperate else {other.key for other in batch.guaranteed}
 
         def may_go(other: Sequence) -> bool:
             sampled = other.uncomputed <= 1 and other.known > self._known_before.get(other.key, 0)
             holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or sampled)
-            return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
+            return holds and other is not sequence and other.key not in batch.safe and other.key not in protected
 
         own_class, headroom = sequence.request.traffic_class, kv.free_blocks + kv.cached_blocks
         from_best_effort = True

@@ -154,8 +154,8 @@ class IterationCost(Learned):
         self._known = True
         self._weights = self._weights + gain * (latency_s - float(x @ self._weights))
         # Joseph's form of P − gain · spread: a sum of squares, so that rounding never makes a variance negative.
-        kept = np.eye(len(_SCALE)) - np.outer(gain, x)
-        self._covariance = kept @ self._covariance @ kept.T + forget * np.outer(gain, gain)
+        shrink = np.eye(len(_SCALE)) - np.outer(gain, x)
+        self._covariance = shrink @ self._covariance @ shrink.T + forget * np.outer(gain, gain)
         if float(np.trace(self._covariance)) / forget <= _UNSURE * len(_SCALE):
             self._covariance /= forget
         self._set()

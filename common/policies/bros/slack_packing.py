@@ -61,7 +61,7 @@ class SlackPacking(IterationScheduler):
         self._unserved = Unserved(limits_s, every=_TURN_EVERY)
         self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
         self._had_rows: list[Sequence] = []  # in the last decision: only these have moved on since
-        self._slots_beside = 0
+        self._slots_copied = 0
         self._sharing: BlockSharing | None = None
         """Block sharing of an allocator that moves real-time requests into best-effort blocks by itself (R8)."""
         self._replaced = self._past_due_rows = self._dropped = self._late_rows = 0
@@ -142,7 +142,7 @@ class SlackPacking(IterationScheduler):
     def _finished(self, batch: Batch) -> IterationPlan:
         self._dropped, self._past_due_rows = self._dropped + batch.dropped, self._past_due_rows + batch.late
         self._late_rows = batch.late
-        self._slots_beside, plan = batch.slots, batch.plan
+        self._slots_copied, plan = batch.slots, batch.plan
         prefill = [row for row in batch.rows.values() if row.count > 1]
         plan.rows = prefill + (decode := [row for row in batch.rows.values() if row.count == 1])
         plan.estimated_s = self._cost.iteration_s(batch.load, batch.slots)
@@ -163,8 +163,8 @@ class SlackPacking(IterationScheduler):
     def _resubmitted_first(self, kv: KvAllocator, batch: Batch) -> None:
         """Place the oldest request that another worker, or this one before a restart, had started, as long as it
         computes what was computed once: every newcomer on time would be served before it."""
-        behind = (s for s in self._resubmitted.values() if s.phase is not Phase.RUNNING or s.uncomputed > 1)
-        sequence = min(behind, key=lambda s: (s.arrived_s, s.key), default=None)
+        unfinished = (s for s in self._resubmitted.values() if s.phase is not Phase.RUNNING or s.uncomputed > 1)
+        sequence = min(unfinished, key=lambda s: (s.arrived_s, s.key), default=None)
         if sequence is not None and sequence.key not in batch.safe:
             self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
@@ -465,7 +465,7 @@ class SlackPacking(IterationScheduler):
         if plan.drafted or (first and self._cost.knows_slots and can_overlap(first, kv.geometry)):
             return  # the engine may or may not have waited for them
         slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
-        self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
+        self._cost.observe(load_of(plan.rows), self._slots_copied, latency_s, slots_before=slots)
 
     @property
     def learned(self) -> IterationCost:

@@ -24,7 +24,7 @@ class TokenGroups:
         """Whether every token after the first has a deadline of its own."""
         return self._group_tokens == 1
 
-    def left(self, sequence: Sequence) -> int:
+    def remaining(self, sequence: Sequence) -> int:
         """Return r_i, the tokens left in the current group."""
         output = sequence.output_tokens
         return 1 if output == 0 else self._group_tokens - (output - 1) % self._group_tokens
@@ -51,7 +51,7 @@ class TokenGroups:
 
     def residual_s(self, now_s: float, sequence: Sequence, average_s: float) -> float:
         """Return SLO_i − e_i − (r_i − 1) · T_avg of constraint (6): the longest the next iteration may take."""
-        return self.due_s(sequence) - now_s - (self.left(sequence) - 1) * average_s
+        return self.due_s(sequence) - now_s - (self.remaining(sequence) - 1) * average_s
 
     def forget(self, sequence: Sequence) -> None:
         self._began.pop(sequence.key, None)

@@ -104,8 +104,8 @@ class Round:
         target = unified or self._most_headroom()
         blocks = target.view.capacity.geometry.blocks_for(total_length)
         prompt_blocks = worker.view.capacity.geometry.blocks_for(prompt_tokens)
-        kept = (0 if online else target.floor) - target.staging
-        if not next_is_safe(target.blocks, blocks, kept) and not target.idle:
+        reserved = (0 if online else target.floor) - target.staging
+        if not next_is_safe(target.blocks, blocks, reserved) and not target.idle:
             return False
         if unified is None and worker.blocks < prompt_blocks and not worker.idle:
             return False
@@ -166,7 +166,7 @@ class BatchController:
         # A role without a living worker is taken over by the other one, as placement does.
         prefilling = [v for v in fresh if v.role.prefills] or fresh
         decoding = [v for v in fresh if v.role.decodes] or fresh
-        held_back = self.demand.kept_free(cluster)
+        held_back = self.demand.reserved_share(cluster)
         apart = [view for view in prefilling if not view.role.decodes]
         stage = sum(view.capacity.positions for view in apart) * self._staging
         targets = []

@@ -31,7 +31,7 @@ class DemandRule:
             return cluster.mean_output_tokens
         return self.default_output
 
-    def kept_free(self, cluster: ClusterView) -> float:
+    def reserved_share(self, cluster: ClusterView) -> float:
         """B9 · BucketServe §III: Return the share of the safe memory that offline work must leave to online requests
         still to come: the forecast arrivals of `horizon_s`, at mean length. The paper gives no rule."""
         if not self.known(cluster):

@@ -228,9 +228,9 @@ class LengthIndex:
     def check(self) -> None:
         """Raise `InvariantViolated` when a node disagrees with the entries below it."""
         for cell in range(self._leaves):
-            here = list(self._waiting.get(cell, ()))
-            if self._counts[cell] != len(here) or self._best[cell + self._leaves] != min(here, default=_SENTINEL):
-                raise InvariantViolated(f"cell {cell}: counted {self._counts[cell]}, found {len(here)}")
+            waiting = list(self._waiting.get(cell, ()))
+            if self._counts[cell] != len(waiting) or self._best[cell + self._leaves] != min(waiting, default=_SENTINEL):
+                raise InvariantViolated(f"cell {cell}: counted {self._counts[cell]}, found {len(waiting)}")
         for group, count in enumerate(self._group_counts):
             if count != sum(self._counts[group * _GROUP : (group + 1) * _GROUP]):
                 raise InvariantViolated(f"group {group}: count differs from its cells")

@@ -71,8 +71,8 @@ class LiveMemory:
     def idle(self, view: InstanceView) -> bool:
         """Return whether the worker has no request and none is on its way: one that fits at all fits now."""
         stats = view.stats
-        here = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
-        return here == 0 and not self._accounts[view.instance].reservations
+        present = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
+        return present == 0 and not self._accounts[view.instance].reservations
 
     def reserve(self, now_s: float, instance: InstanceId, request_id: RequestId, blocks: int) -> None:
         account = self._accounts[instance]

@@ -53,11 +53,11 @@ class PaddedPrefill(ContinuousBatching):
         plan.reason = f"{len(batch)} prefill padded to {longest}, {len(decode)} decode"
         return plan
 
-    def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
         """Return None: the decision makes the rectangle."""
         return None
 
-    def _beside(self, decode_rows: int) -> int:
+    def _chunk_beside(self, decode_rows: int) -> int:
         return self._step_tokens
 
     def _count(self, sequence: Sequence, tokens_left: int) -> int:

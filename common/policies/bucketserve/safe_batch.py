@@ -27,17 +27,17 @@ def safe_bytes(remaining_bytes: int, reserve: float) -> int:
     return max(0, int((1.0 - reserve) * remaining_bytes))
 
 
-def next_is_safe(left_blocks: int, span_blocks: int, kept_blocks: int = 0) -> bool:
+def next_is_safe(remaining_blocks: int, span_blocks: int, reserved_blocks: int = 0) -> bool:
     """Return whether a batch may take this request too: the longest run of such requests is the largest batch that
     cannot exhaust memory (B4 · BucketServe Eq. 6).
 
         max N  s.t.  Σ_{i≤N} S_i ≤ M_safe / (2·L·H·D·B)
 
-    S_i (prompt + predicted output, in dispatch order) → span_blocks; M_safe (B3) less the spans before → left_blocks.
-    `kept_blocks` of them are not for this request.
+    S_i (prompt + predicted output, in dispatch order) → span_blocks; M_safe (B3) less the spans before →
+    remaining_blocks, of which `reserved_blocks` are not for this request.
     Differs from the paper: spans are whole blocks; with a block size of 1 it is Eq. 6 exactly.
     """
-    return span_blocks <= left_blocks - kept_blocks
+    return span_blocks <= remaining_blocks - reserved_blocks
 
 
 def expected_safe_batch(mean_total_length: float, memory_bytes: int, geometry: KvGeometry) -> int:

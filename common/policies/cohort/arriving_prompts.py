@@ -36,10 +36,10 @@ class ArrivingPrompts:
         """Record a prompt with `tokens` to compute, whose response will hold `positions` in all."""
         if self._since_s < 0.0:
             self._since_s = self._now_s = now_s
-        kept = exp((self._now_s - now_s) / _MEMORY_S)
+        fade = exp((self._now_s - now_s) / _MEMORY_S)
         self._now_s = now_s
         bucket = _bucket(tokens)
-        self._arrived = {each: Work(work.tokens * kept, work.positions * kept) for each, work in self._arrived.items()}
+        self._arrived = {each: Work(work.tokens * fade, work.positions * fade) for each, work in self._arrived.items()}
         before = self._arrived.get(bucket, _NOTHING)
         self._arrived[bucket] = Work(before.tokens + tokens, before.positions + positions)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-_BEGUN = 8
+_UNFILLED = 8
 """Unfilled positions in a row's last block, on average."""
 
 
@@ -22,11 +22,11 @@ class BlockWait:
         of prompts being computed. `total`: positions of the cache."""
         by_end = sorted(rows)
         self._free = max(1, total - held)
-        self._ends = [left for left, _ in by_end]
+        self._ends = [remaining for remaining, _ in by_end]
         peaks, then = [0], 0  # the most held from each end on: a row holds most just before it ends, and all grow alike
-        for count, (left, own) in enumerate(reversed(by_end), start=1):
-            then += own + _BEGUN
-            peaks.append(max(peaks[-1], then + count * left))
+        for count, (remaining, own) in enumerate(reversed(by_end), start=1):
+            then += own + _UNFILLED
+            peaks.append(max(peaks[-1], then + count * remaining))
         self._negative = [-peak for peak in reversed(peaks)]
         self._residence = 2.0 * sum(self._ends) / max(1, len(by_end))
         self.turnover = self._free / max(1.0, self._residence)

@@ -50,9 +50,9 @@ _LENT = 8
 """Divisor: at most one of so many shared rows goes to a prompt in an iteration."""
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of an unknown machine: a tenth of a second on two cores."""
-_KEPT = 0.9
+_DECAY = 0.9
 """Weight that an iteration keeps after each later one."""
-_ROW_KEPT = 0.98
+_ROW_DECAY = 0.98
 """Weight that an iteration keeps for rows: in most none comes free."""
 _KNOWN_ROWS = 5
 """Rows seen before their pace is known."""
@@ -106,7 +106,7 @@ class CohortBatching(IterationScheduler):
         self._aim_s = 0.0
         self._late = 0
         self._shared_s = inf
-        self._token_pace, self._row_pace = _Pace(_KEPT), _Pace(_ROW_KEPT, _KNOWN_ROWS)
+        self._token_pace, self._row_pace = _Pace(_DECAY), _Pace(_ROW_DECAY, _KNOWN_ROWS)
         self._ended = 0
         """Sequences that held KV and left since the last iteration."""
         self._rowless = False
@@ -221,22 +221,22 @@ class CohortBatching(IterationScheduler):
         first (`row_sharing`). Return the others, most urgent first."""
         decoding = [sequence for sequence in builder.holders if sequence.uncomputed == 1]
         rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
-        begun = len(builder.holders) - len(decoding)
-        self._shared_s, kept = inf, len(decoding)
-        if kept + waiting > rows or kept > rows:
+        started = len(builder.holders) - len(decoding)
+        self._shared_s, count = inf, len(decoding)
+        if count + waiting > rows or count > rows:
             step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
-            more = rows - kept
+            more = rows - count
             if first is not None and not self._crowded and self._may_share(now_s, first):
                 more = self._newcomers()
-            most = max(begun, more, rows - kept)
-            kept = min(kept, rows - min(waiting, most, max(1, rows // _LENT)))
-            if kept < len(decoding):
+            most = max(started, more, rows - count)
+            count = min(count, rows - min(waiting, most, max(1, rows // _LENT)))
+            if count < len(decoding):
                 decoding = due_first(now_s, decoding, step_s)
             if len(running) > rows:
                 self._shared_s = longest_shared_s(running, rows, step_s, self._headroom)
-        for sequence in decoding[:kept]:
+        for sequence in decoding[:count]:
             builder.continue_row(sequence)
-        return decoding[kept:]
+        return decoding[count:]
 
     def _newcomers(self) -> int:
         """Return how many sequences can start although rows lack."""
@@ -311,12 +311,12 @@ class CohortBatching(IterationScheduler):
         effort = [s for s in reversed(builder.holders) if s.request.traffic_class != "rt" and not s.pinned]
         if not effort:
             return False
-        kept = [s for s in self._running.values() if s.request.traffic_class == "rt"]
+        real_time = [s for s in self._running.values() if s.request.traffic_class == "rt"]
         needed, freed = kv.geometry.blocks_for(first.target), sum(kv.held(s.key) for s in effort)
-        if kv.free_blocks + kv.cached_blocks + freed < needed or not fits(kv, kept, first, freed_blocks=freed):
+        if kv.free_blocks + kv.cached_blocks + freed < needed or not fits(kv, real_time, first, freed_blocks=freed):
             return False
         for given, victim in enumerate(effort):
-            enough = kv.free_blocks + kv.cached_blocks >= needed and fits(kv, kept, first)
+            enough = kv.free_blocks + kv.cached_blocks >= needed and fits(kv, real_time, first)
             if enough and len(self._running) - given < self._limits.max_rows:
                 break
             builder.displace(victim)
@@ -342,10 +342,10 @@ class CohortBatching(IterationScheduler):
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
         pressed: bool | None = None
-        begun = sum(s.phase is Phase.RUNNING and s in self._prompts for s in self._running.values())
+        started = sum(s.phase is Phase.RUNNING and s in self._prompts for s in self._running.values())
         for sequence in prompts:
             held = sequence.phase is Phase.RUNNING
-            begun -= held
+            started -= held
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
                 self._rowless = tokens_left > 0
                 return
@@ -358,7 +358,7 @@ class CohortBatching(IterationScheduler):
             full = len(self._running) >= self._limits.max_rows
             if not held and (not admits or (full and not self._may_share(now_s, sequence))):
                 skipped = True
-                if not begun:  # none of those behind holds blocks
+                if not started:  # none of those behind holds blocks
                     break
                 continue
             wanted = min(sequence.uncomputed, tokens_left)
@@ -435,14 +435,14 @@ class _Pace:
     times over that of their units. It includes decode rows, weights and iterations that lacked blocks or ended no row,
     so it says when the prompts in front will be done. Only iterations behind which a prompt waited are noted."""
 
-    def __init__(self, kept: float, least: int = 0) -> None:
-        """`kept`: weight that an iteration keeps after each later one. `least`: units before the pace is known."""
-        self._kept, self._least = kept, least
+    def __init__(self, decay: float, least: int = 0) -> None:
+        """`decay`: weight that an iteration keeps after each later one. `least`: units before the pace is known."""
+        self._decay, self._least = decay, least
         self._seconds = self._units = 0.0
 
     def note(self, seconds: float, units: int) -> None:
-        self._seconds = self._kept * self._seconds + seconds
-        self._units = self._kept * self._units + units
+        self._seconds = self._decay * self._seconds + seconds
+        self._units = self._decay * self._units + units
 
     @property
     def each_s(self) -> float:

@@ -22,35 +22,35 @@ def most_in_time(jobs: Items[Job], start_s: float) -> tuple[list[int], list[int]
     """Choose jobs to be done in time from `start_s` on. Return indices of those kept, in order, and of the others."""
     by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
     at_s = start_s
-    kept: list[tuple[float, int]] = []
-    left_out: list[int] = []
+    accepted: list[tuple[float, int]] = []
+    excluded: list[int] = []
     for index in by_due:
         due_s, work_s = jobs[index]
         at_s += work_s
-        heapq.heappush(kept, (-work_s, index))
+        heapq.heappush(accepted, (-work_s, index))
         if at_s > due_s:
-            longest_s, longest = heapq.heappop(kept)
+            longest_s, longest = heapq.heappop(accepted)
             at_s += longest_s
-            left_out.append(longest)
-    chosen = {index for _, index in kept}
-    return _shortest_in_time(jobs, [index for index in by_due if index in chosen], at_s), left_out
+            excluded.append(longest)
+    chosen = {index for _, index in accepted}
+    return _shortest_in_time(jobs, [index for index in by_due if index in chosen], at_s), excluded
 
 
 def cheapest_in_time(jobs: Items[Job], each_s: float, start_s: float) -> tuple[list[int], list[int]]:
     """Choose among jobs that take `each_s` each and have a cost afterwards. Return the indices of the cheapest set of
     as many as can be in time, by due time; and of the others, cheapest first."""
     at_s = start_s
-    kept: list[tuple[float, int]] = []
-    left_out: list[int] = []
+    accepted: list[tuple[float, int]] = []
+    excluded: list[int] = []
     for index in sorted(range(len(jobs)), key=lambda index: jobs[index][0]):
         due_s, cost = jobs[index]
-        heapq.heappush(kept, (-cost, index))
+        heapq.heappush(accepted, (-cost, index))
         if at_s + each_s > due_s:
-            left_out.append(heapq.heappop(kept)[1])
+            excluded.append(heapq.heappop(accepted)[1])
         else:
             at_s += each_s
-    left_out.sort(key=lambda index: jobs[index][1])
-    return sorted([index for _, index in kept], key=lambda index: jobs[index][0]), left_out
+    excluded.sort(key=lambda index: jobs[index][1])
+    return sorted([index for _, index in accepted], key=lambda index: jobs[index][0]), excluded
 
 
 def _shortest_in_time(jobs: Items[Job], by_due: list[int], end_s: float) -> list[int]:

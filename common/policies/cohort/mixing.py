@@ -54,8 +54,8 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
     """Return the longest iteration after which all have kept their mean TPOT so far: a TPOT, and what their tokens came
     early. Requests whose promises are lost do not count; infinite if none is left. `decodes_s`: an iteration of decodes
     alone, in which time is won. `headroom`: share of a TPOT left free."""
-    kept = _kept(now_s, decoding, decodes_s)
-    return min([won_s + tpot_s(s) * (1.0 - headroom) for s, won_s in kept], default=inf)
+    attainable = _attainable(now_s, decoding, decodes_s)
+    return min([won_s + tpot_s(s) * (1.0 - headroom) for s, won_s in attainable], default=inf)
 
 
 def stretched_s(
@@ -65,7 +65,7 @@ def stretched_s(
     won at once, so that gaps stay even, and regains what it lacks in halves of one. `headroom` is kept once, not per
     iteration. If the first token is another worker's, nothing is won. `late`: as in `strictest_s`."""
     targets: list[tuple[Sequence, float]] = []
-    for sequence, won_s in _kept(now_s, decoding, decodes_s):
+    for sequence, won_s in _attainable(now_s, decoding, decodes_s):
         target_s = tpot_s(sequence)
         if sequence.prefill_done_s is None:
             won_s = min(won_s, 0.0)
@@ -74,7 +74,7 @@ def stretched_s(
     return strictest_s(targets, late=late)
 
 
-def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Iterator[tuple[Sequence, float]]:
+def _attainable(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Iterator[tuple[Sequence, float]]:
     """Yield sequences whose mean TPOT can still be kept, with the time that they have won."""
     for sequence in decoding:
         target_s = tpot_s(sequence)

@@ -69,7 +69,7 @@ class PlacedWork:
         self._pairs: list[float] = []
         self._needs: list[float] = []
         self._block_waits: dict[bool, BlockWait] = {}
-        self._blocked_asked: set[bool] = set()
+        self._blocked_requested: set[bool] = set()
         """Keys of `_block_waits` used since the last report: these are made with the next one."""
         self._decodes_in_transit = 0, 0
         self._in_transit_sums: tuple[float, float] | None = None
@@ -90,23 +90,23 @@ class PlacedWork:
         if abs(times.token_s - self.token_s) > _REPRICED * self.token_s:
             self.token_s, anew = times.token_s, True
         self._stats, self._view, self.reported_s = stats, view, now_s
-        left, came, news = self.reported.read(now_s, view, known, anew=anew)
+        removed, added, updated = self.reported.read(now_s, view, known, anew=anew)
         self._memory = None
         if anew or times != self.times:
             self._crowded = None  # else as long as any iteration that can come: also of fewer rows
-        if news or times != self.times:
+        if updated or times != self.times:
             self._strictest = None
             self._slowed.clear()
         self.times = times
         if self._in_transit:
-            there = self.reported.works
+            works = self.reported.works
             for name, coming in list(self._in_transit.items()):
-                if name in there or now_s - coming.since_s >= _UNSEEN_S:
-                    left += self._arrived(name)
-        self._replace(left, came)
-        if news:
-            self._block_waits = {alike: self._block_wait(alike) for alike in sorted(self._blocked_asked)}
-        self._blocked_asked.clear()
+                if name in works or now_s - coming.since_s >= _UNSEEN_S:
+                    removed += self._arrived(name)
+        self._replace(removed, added)
+        if updated:
+            self._block_waits = {alike: self._block_wait(alike) for alike in sorted(self._blocked_requested)}
+        self._blocked_requested.clear()
         if self._pace is not None:
             self.pace()  # now, not when a decision asks
         return True
@@ -123,12 +123,12 @@ class PlacedWork:
 
     def place(self, now_s: float, request: Known, *, prompt: bool, decode: bool, output: float) -> None:
         """Record what was sent here: the request's prompt, its decode row, or both."""
-        left = request.tokens - request.cached
+        rest = request.tokens - request.cached
         rank = self.rank(now_s, request) if prompt else None
         name = request.attempt.request_id
-        left_out = self._arrived(name) if name in self._in_transit else []
-        tokens, context = left if prompt else 0, request.tokens if decode else 0
-        pairs, needed = tokens * (request.cached + 0.5 * tokens), self._growth(request, left, output if decode else 0.0)
+        removed = self._arrived(name) if name in self._in_transit else []
+        tokens, context = rest if prompt else 0, request.tokens if decode else 0
+        pairs, needed = tokens * (request.cached + 0.5 * tokens), self._growth(request, rest, output if decode else 0.0)
         coming = self._in_transit[name] = InTransit(now_s, rank, tokens, pairs, context, needed, request)
         self.invalidate(name)
         self._memory = None
@@ -140,13 +140,13 @@ class PlacedWork:
         if self._in_transit_sums is not None:
             needed, variance = self._in_transit_sums
             self._in_transit_sums = needed + coming.needed, variance + request.variance
-        self._replace(left_out, _prompts_of(coming))
+        self._replace(removed, _prompts_of(coming))
 
-    def _growth(self, request: Known, left: int, output: float) -> float:
+    def _growth(self, request: Known, tokens: int, output: float) -> float:
         """Return the positions that a newcomer will need."""
         if self._view is None or not (geometry := self._view.capacity.geometry).frees_behind_window:
-            return left + output
-        return geometry.growth(request.cached, left, ceil(output))
+            return tokens + output
+        return geometry.growth(request.cached, tokens, ceil(output))
 
     def forget(self, request_id: RequestId) -> None:
         self.invalidate(request_id)
@@ -165,24 +165,24 @@ class PlacedWork:
             )
         return _prompts_of(coming)
 
-    def _replace(self, left: list[Prompt], came: list[Prompt]) -> None:
+    def _replace(self, removed: list[Prompt], added: list[Prompt]) -> None:
         """Replace prompts; the sums are made anew from the first that changed."""
         prompts, ranks = self._prompts, self._ranks
         first = len(prompts)
-        if left and len(left) == len(prompts):
+        if removed and len(removed) == len(prompts):
             prompts.clear()
             ranks.clear()
-            left, first = [], 0
-        for prompt in left:
+            removed, first = [], 0
+        for prompt in removed:
             at = bisect_left(prompts, prompt)
             del prompts[at], ranks[at]
             first = min(first, at)
-        if len(came) > _FEW:
-            prompts += came
+        if len(added) > _FEW:
+            prompts += added
             prompts.sort()
             ranks[:] = [prompt.rank for prompt in prompts]
-            came, first = [], 0
-        for prompt in came:
+            added, first = [], 0
+        for prompt in added:
             at = bisect_left(prompts, prompt)
             prompts.insert(at, prompt)
             ranks.insert(at, prompt.rank)
@@ -205,15 +205,15 @@ class PlacedWork:
         tokens, pairs = self._tokens[at - 1], self._pairs[at - 1]
         if done <= 0.0:
             return tokens, pairs
-        left = max(0.0, tokens - done)
-        return int(left), pairs * left / tokens
+        rest = max(0.0, tokens - done)
+        return int(rest), pairs * rest / tokens
 
     def blocked_s(self, rank: RankKey, needed: float, overtaking: float, *, best_effort: bool) -> float:
         """Return the seconds until a newcomer of this rank finds blocks for `needed` positions beside earlier prompts
         and decode rows; unless it is best-effort, beside real-time ones only. `overtaking`: positions per second needed
         by prompts that come later and go first."""
         at = bisect_left(self._ranks, rank)
-        self._blocked_asked.add(best_effort)
+        self._blocked_requested.add(best_effort)
         wait = self._block_waits.get(best_effort)
         if wait is None:
             wait = self._block_waits[best_effort] = self._block_wait(best_effort)
@@ -230,8 +230,8 @@ class PlacedWork:
         if self._pace is not None and not companions and paced_by == self._paced_by:
             return self._pace  # also of a new report that says the same
         for other in companions:
-            there = other.reported
-            rows, context, bound_s = rows + there.rows, context + there.context, min(bound_s, there.bound_s)
+            queue = other.reported
+            rows, context, bound_s = rows + queue.rows, context + queue.context, min(bound_s, queue.bound_s)
         decodes = BatchShape(0, 0, 0, rows, context)
         most = max(1, capacity.max_step_tokens - rows)
         if not self._own_order:
@@ -245,8 +245,8 @@ class PlacedWork:
     def slowed(self, bound_s: float, pace: Pace) -> float:
         """Return the share of `pace` that prompts lose to a decode row of this bound; 0 if no row here is less
         strict."""
-        there_s = self.strictest_s
-        if there_s == inf or bound_s >= min(pace.aim_s, there_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
+        strictest_s = self.strictest_s
+        if strictest_s == inf or bound_s >= min(pace.aim_s, strictest_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
             return 0.0
         lost = self._slowed.get(bound_s)
         if lost is None:
@@ -317,21 +317,21 @@ class PlacedWork:
             self._memory = needed, variance, float(view.capacity.geometry.positions(blocks))
         return self._memory
 
-    def _rank(self, now_s: float, request: Known, left: int) -> Ranked:
+    def _rank(self, now_s: float, request: Known, rest: int) -> Ranked:
         """Return a prompt's rank. Where prompts run in arrival order, the rank is the arrival."""
         if not self._own_order:
             return (request.arrived_s, request.attempt), inf
         effort, priority, key = request.best_effort, request.priority, request.attempt
-        return self._order.place(now_s, effort, priority, request.arrived_s, request.due_s, left, self.token_s, key=key)
+        return self._order.place(now_s, effort, priority, request.arrived_s, request.due_s, rest, self.token_s, key=key)
 
-    def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, left: int) -> Ranked:
+    def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, rest: int) -> Ranked:
         """Return a reported prompt's rank; one that a former manager placed counts as able to keep its TTFT."""
         if request is not None:
-            return self._rank(now_s, request, left)
+            return self._rank(now_s, request, rest)
         key = Attempt(request_id, 0)
         if not self._own_order:
             return (0.0, key), inf
-        return self._order.place(0.0, False, 0, 0.0, _DISTANT_S, left, 0.0, key=key)[0], inf
+        return self._order.place(0.0, False, 0, 0.0, _DISTANT_S, rest, 0.0, key=key)[0], inf
 
     def _block_wait(self, best_effort: bool) -> BlockWait:
         assert self._view is not None

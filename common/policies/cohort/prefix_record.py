@@ -72,17 +72,17 @@ class PrefixRecord:
         request = chain.request
         if request.sampling.prompt_logprobs >= 0:  # every position is computed
             return found
-        begun = 0
+        start = 0
         for index, end in enumerate(chain.ends):
             holders = self._holders.get((request.cache_salt, chain[index]))
             going_on = False
             for name, taken in holders.items() if holders else ():
-                if found.get(name, 0) == begun and self._lasts(name, taken):
+                if found.get(name, 0) == start and self._lasts(name, taken):
                     found[name] = end
                     going_on = True
             if not going_on:
                 break
-            begun = end
+            start = end
         most = len(request.tokens) - 1
         return {name: min(tokens, most) for name, tokens in found.items()}
 

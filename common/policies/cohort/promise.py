@@ -33,8 +33,8 @@ def tpot_s(sequence: Sequence) -> float:
     slo = sequence.request.slo
     if not slo.deadline_s or slo.tpot_s or sequence.prefill_done_s is None:
         return slo.tpot_s if not slo.deadline_s else targets(slo, sequence.predicted)[1]
-    left_s = began_s(sequence) + slo.deadline_s - sequence.prefill_done_s
-    return max(0.0, left_s) / max(1.0, sequence.predicted - 1.0)
+    remaining_s = began_s(sequence) + slo.deadline_s - sequence.prefill_done_s
+    return max(0.0, remaining_s) / max(1.0, sequence.predicted - 1.0)
 
 
 def is_promised(sequence: Sequence) -> bool:

@@ -241,17 +241,17 @@ class PromptPlan(Iterator[Sequence]):
         if self._row_s:
             costs = [max(0.0, sequence.predicted - sequence.output_tokens) for sequence in some]
             jobs = [(due_s(s), cost) for s, cost in zip(some, costs, strict=True)]
-            kept, left_out = cheapest_in_time(jobs, self._row_s, self._at_s)
-            self._planned = [some[index] for index in (*kept, *left_out)]
+            chosen, rest = cheapest_in_time(jobs, self._row_s, self._at_s)
+            self._planned = [some[index] for index in (*chosen, *rest)]
             self._planned.reverse()
-            self._at_s += len(kept) * self._row_s
+            self._at_s += len(chosen) * self._row_s
             return
         works_s = [sequence.uncomputed * self._token_s for sequence in some]
-        kept, left_out = most_in_time([(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)], self._at_s)
-        kept.sort(key=lambda index: works_s[index] > (self._quick_s or 0.0))
-        self._planned = [some[index] for index in (*kept, *sorted(left_out))]
+        chosen, rest = most_in_time([(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)], self._at_s)
+        chosen.sort(key=lambda index: works_s[index] > (self._quick_s or 0.0))
+        self._planned = [some[index] for index in (*chosen, *sorted(rest))]
         self._planned.reverse()
-        self._at_s += sum([some[index].uncomputed for index in kept]) * self._token_s
+        self._at_s += sum([some[index].uncomputed for index in chosen]) * self._token_s
 
 
 def _group(ranked: list[_Entry], at: int) -> tuple[RankKey, int]:

@@ -80,12 +80,12 @@ class ReportedQueue:
     ) -> tuple[list[Prompt], list[Prompt], bool]:
         """Read a report. Return prompts that left or changed, prompts that came, whether anything is new. `anew`:
         forget all."""
-        queue, left, came = view.stats.queue, list[Prompt](), list[Prompt]()
+        queue, removed, added = view.stats.queue, list[Prompt](), list[Prompt]()
         if anew:
-            left = [entry.prompt for entry in self._entries.values() if entry.prompt is not None]
+            removed = [entry.prompt for entry in self._entries.values() if entry.prompt is not None]
             self._clear()
         if not queue and not self.works:
-            return left, came, anew
+            return removed, added, anew
         works, entries, again = self.works, self._entries, self._invalidated
         while self._moves and self._moves[0][0] <= now_s:
             _, name, rank = heapq.heappop(self._moves)
@@ -93,15 +93,15 @@ class ReportedQueue:
             if entry is not None and entry.prompt is not None and entry.prompt.rank == rank:
                 again.add(name)
         listed = {work.request_id: work for work in queue}
-        gone = works.keys() - listed.keys() if works else ()
+        ended = works.keys() - listed.keys() if works else ()
         changed = [work for name, work in listed.items() if works.get(name) != work]
         if again:
             changed += [listed[name] for name in sorted(again) if name in listed and works.get(name) == listed[name]]
         self.works = listed
         geometry = view.capacity.geometry
-        for name in gone:
+        for name in ended:
             if (prompt := self._take(name, geometry)) is not None:
-                left.append(prompt)
+                removed.append(prompt)
         for work in changed:
             name = work.request_id
             entry = entries.get(name)
@@ -109,25 +109,25 @@ class ReportedQueue:
                 if entry.prompt is None and name not in again and self._continues(entry, work, geometry):
                     continue
                 if (prompt := self._take(name, geometry)) is not None:
-                    left.append(prompt)
+                    removed.append(prompt)
             if (prompt := self._add(now_s, work, known.get(name), geometry)) is not None:
-                came.append(prompt)
+                added.append(prompt)
         self.bound_s = min(self._bounds, default=inf)
         self.bound_to_come_s = min(self._bounds_to_come, default=inf)
-        news = anew or bool(gone or changed)
+        updated = anew or bool(ended or changed)
         again.clear()
-        return left, came, news
+        return removed, added, updated
 
     def take_begun(self) -> list[tuple[QueuedWork, Known]]:
         """Return decode rows that are beyond their prompts for the first time, if their first token was forecast."""
-        begun = [
+        started = [
             (self.works[name], request)
             for name, request in self._unjudged.items()
             if self.works[name].context >= request.tokens
         ]
-        for work, _ in begun:
+        for work, _ in started:
             del self._unjudged[work.request_id]
-        return begun
+        return started
 
     def _continues(self, entry: _Entry, work: QueuedWork, geometry: KvGeometry) -> bool:
         """Update a decode row that has more tokens, or fewer to come; False if it is something else now."""
@@ -144,8 +144,8 @@ class ReportedQueue:
         return True
 
     def _add(self, now_s: float, work: QueuedWork, request: Known | None, geometry: KvGeometry) -> Prompt | None:
-        name, left, computed, decode = work.request_id, work.prefill_left, work.context, work.decode_left
-        self.needed += geometry.growth(computed, left, decode)
+        name, tokens, computed, decode = work.request_id, work.prefill_left, work.context, work.decode_left
+        self.needed += geometry.growth(computed, tokens, decode)
         entry = self._entries[name] = _Entry(work, 0.0, 0, None)
         if request is not None:
             entry.tpot_s = request.tpot_s if decode else 0.0
@@ -153,7 +153,7 @@ class ReportedQueue:
             self.variance += entry.variance
             if request.best_effort:
                 self.effort.add(name)
-        if left == 0:
+        if tokens == 0:
             if decode:
                 self.rows += 1
                 self.context += computed
@@ -162,15 +162,15 @@ class ReportedQueue:
                 self._unjudged[name] = request
             return None
         _count(self._bounds_to_come, entry.tpot_s, 1)
-        rank, moves_s = self._rank(now_s, name, request, left)
+        rank, moves_s = self._rank(now_s, name, request, tokens)
         if moves_s < inf:
             heapq.heappush(self._moves, (moves_s, name, rank))
         if request is not None and computed == 0:
-            computed = min(request.cached, left - 1)
-            left -= computed
-        prompt = Prompt(rank, left, left * (computed + 0.5 * left), geometry.growth(computed, left, decode))
+            computed = min(request.cached, tokens - 1)
+            tokens -= computed
+        prompt = Prompt(rank, tokens, tokens * (computed + 0.5 * tokens), geometry.growth(computed, tokens, decode))
         self.prompts += 1
-        self.prompt_tokens += left
+        self.prompt_tokens += tokens
         entry.prompt = prompt
         return prompt
 

@@ -47,8 +47,8 @@ def admissible_rows(running: Collection[Sequence], rows: int, step_s: float, hea
     if not running or step_s <= 0.0:
         return free
     wanted = _tokens_per_s(running, step_s)
-    left = rows * (1.0 - headroom) / step_s - wanted
-    return max(free, int(left * len(running) / wanted))
+    spare = rows * (1.0 - headroom) / step_s - wanted
+    return max(free, int(spare * len(running) / wanted))
 
 
 def _pace_s(sequence: Sequence, step_s: float) -> float:

@@ -38,12 +38,12 @@ class Pace(NamedTuple):
     token_s: float
     pair_s: float
 
-    def seconds(self, tokens: int, pairs: float, behind: int = 0) -> float:
-        """Return the time of `tokens` with `pairs` in all. `behind`: later prompt tokens in the last iteration."""
+    def seconds(self, tokens: int, pairs: float, later: int = 0) -> float:
+        """Return the time of `tokens` with `pairs` in all. `later`: later prompt tokens in the last iteration."""
         if tokens <= 0:
             return 0.0
         rows, context = self.decodes.decodes, self.decodes.decode_context
-        share_s, everything = self.pair_s * pairs / tokens, tokens + behind
+        share_s, everything = self.pair_s * pairs / tokens, tokens + later
         if everything <= self.most:
             shape = BatchShape(everything, 1, int(pairs * everything / tokens), rows, context)
             at_once_s = step_seconds(self.times, shape)
@@ -55,7 +55,7 @@ class Pace(NamedTuple):
         if chunk <= self.least:
             shape = BatchShape(int(chunk), 1, int(chunk * pairs / tokens), rows, context)
             iteration_s = step_seconds(self.times, shape)
-        return max(1.0, tokens / chunk + 0.5 * min(1.0, behind / chunk)) * iteration_s
+        return max(1.0, tokens / chunk + 0.5 * min(1.0, later / chunk)) * iteration_s
 
 
 def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: int, least: int) -> Pace:

@@ -19,11 +19,11 @@ def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
     D5 · DynaServe §3.1 ("respect the HBM limit"), for which the paper has no rule."""
     by_end = sorted(holders, key=lambda holder: holder[1])
     peak = freed = 0
-    left = len(by_end)
+    remaining = len(by_end)
     for held, coming in by_end:
         # Just before this one ends, every remaining request has grown by `coming`.
-        peak = max(peak, left * coming - freed)
-        left -= 1
+        peak = max(peak, remaining * coming - freed)
+        remaining -= 1
         freed += held
     return peak
 
@@ -47,9 +47,9 @@ def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, 
     if geometry.frees_behind_window:
         holders = [(geometry.most_held(held), geometry.growth(held, 0, coming)) for held, coming in holders]
     # In positions; the rest of every last block is included.
-    begun = sum(
+    stored = sum(
         geometry.blocks_held(s.computed) if s.uncomputed == 1 else geometry.blocks_for(s.target) for s in running
     )
     held = sum(held for held, _ in holders)
-    left = geometry.positions(kv.free_blocks + kv.cached_blocks + freed_blocks + begun) - held
-    return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left
+    free = geometry.positions(kv.free_blocks + kv.cached_blocks + freed_blocks + stored) - held
+    return sum(coming for _, coming in holders) <= free or peak_growth(holders) <= free

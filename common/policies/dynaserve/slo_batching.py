@@ -147,14 +147,14 @@ class SloBatching(ArrivalQueues):
         else:
             count = self.table.prefill_budget(batch, sequence.computed, wanted, self._aim_s)
         count = max(count, min(least, wanted))
-        left, builder.tokens_left = builder.tokens_left, count
+        remaining, builder.tokens_left = builder.tokens_left, count
         added = count > 0 and (builder.continue_row(sequence) if admitted else builder.admit(sequence))
         if not added:
-            builder.tokens_left = left if count else 0
+            builder.tokens_left = remaining if count else 0
             return batch, least
         row = builder.last_row
         # A prompt that the cache held almost wholly, or a scored one, leaves the rest of the budget to the next.
-        builder.tokens_left = left - row.count if row.count == row.sequence.uncomputed else 0
+        builder.tokens_left = remaining - row.count if row.count == row.sequence.uncomputed else 0
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 

@@ -64,7 +64,7 @@ def split_gain_s(
     return gain_s * math.exp(-requests_per_s * other_before_s) * mean
 
 
-def cheaper_elsewhere_s(prompts: InstanceWork, decodes: InstanceWork, whole: SegmentWork) -> float:
+def saved_by_moving_s(prompts: InstanceWork, decodes: InstanceWork, whole: SegmentWork) -> float:
     """D3 · Return the seconds saved if `decodes` takes the response and `prompts` computes prompts instead; negative if
     it costs more there.
 
@@ -72,8 +72,8 @@ def cheaper_elsewhere_s(prompts: InstanceWork, decodes: InstanceWork, whole: Seg
     much bandwidth for its compute. On equal instances the result is 0.
     """
     response = SegmentWork(0, whole.prefill, whole.decode)
-    here, there = prompts.times, decodes.times
-    return work_seconds(here, response) - work_seconds(there, response) * here.token_s / there.token_s
+    own, other = prompts.times, decodes.times
+    return work_seconds(own, response) - work_seconds(other, response) * own.token_s / other.token_s
 
 
 def unmixed_s(prompts: InstanceWork, decodes: InstanceWork, whole: SegmentWork) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cohort.common.policies.baselines.placements import Colocated, fits
 from cohort.common.policies.dynaserve.instance_work import InstanceWork, work_seconds
-from cohort.common.policies.dynaserve.split_gain import PlacementRate, cheaper_elsewhere_s, split_gain_s, unmixed_s
+from cohort.common.policies.dynaserve.split_gain import PlacementRate, saved_by_moving_s, split_gain_s, unmixed_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import SegmentWork
 from cohort.common.policies.interface import (
@@ -110,8 +110,8 @@ class SplitPlacement(Placement):
                 now_s, request.request_id, first, whole, "decodes fill the bound everywhere else"
             )
         choice = self._search([(first, second), (second, first)], prompt, output)
-        kept_s = max(first.until_done(whole), second.until_done())
-        if self._gain_s(now_s, choice, first, kept_s) <= self._handed_s(choice) + options.search_tolerance * kept_s:
+        whole_s = max(first.until_done(whole), second.until_done())
+        if self._gain_s(now_s, choice, first, whole_s) <= self._handed_s(choice) + options.search_tolerance * whole_s:
             return self._record_placed(now_s, request.request_id, first, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
@@ -172,12 +172,12 @@ class SplitPlacement(Placement):
         """Return whether hardly a prompt waits there and decodes leave half the bound free."""
         return work.prefill_backlog_s <= 0.5 * slo_s and work.decode_pass_s(1, context) <= 0.5 * slo_s
 
-    def _gain_s(self, now_s: float, choice: _Choice, kept: InstanceWork, kept_s: float) -> float:
-        """Return the gain of this split over leaving the request whole on `kept`."""
+    def _gain_s(self, now_s: float, choice: _Choice, unsplit: InstanceWork, whole_s: float) -> float:
+        """Return the gain of this split over leaving the request whole on `unsplit`."""
         split = choice.split
-        other, after_s = (choice.second, split.second_s) if kept is choice.first else (choice.first, split.first_s)
+        other, after_s = (choice.second, split.second_s) if unsplit is choice.first else (choice.first, split.first_s)
         requests_per_s = self._rate.per_s(now_s) if self._options.await_arrivals else 0.0
-        return split_gain_s(kept_s, split.later_s, other.until_done(), after_s, requests_per_s)
+        return split_gain_s(whole_s, split.later_s, other.until_done(), after_s, requests_per_s)
 
     def _relieving_split(
         self, first: InstanceWork, others: list[InstanceWork], slo_s: float, whole: SegmentWork
@@ -189,7 +189,7 @@ class SplitPlacement(Placement):
         options, best, best_s = self._options, None, 0.0
         alike_s = options.search_tolerance * work_seconds(first.times, whole)
         for other in others:
-            cheaper_s = cheaper_elsewhere_s(first, other, whole)
+            cheaper_s = saved_by_moving_s(first, other, whole)
             if abs(cheaper_s) <= alike_s:
                 cheaper_s = 0.0  # alike
             saved_s = (min(0.0, cheaper_s) if idle else cheaper_s) + unmixed_s(first, other, whole)

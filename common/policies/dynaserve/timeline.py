@@ -60,12 +60,12 @@ class Timeline:
         prefill, context, decode = data[:, 0], data[:, 1], data[:, 2]
         decoding = prefill == 0
         # Average rows and context beside the prompts: current decodes, and half of the requests with prompts.
-        beside = float(decoding.sum()) + 0.5 * float((~decoding).sum() - 1 if len(data) else 0)
+        decode_rows = float(decoding.sum()) + 0.5 * float((~decoding).sum() - 1 if len(data) else 0)
         positions = float(context[decoding].sum()) + 0.5 * float((context + prefill)[~decoding].sum())
         total = float(prefill.sum())
         pairs = float((prefill * (context + 0.5 * (prefill + 1.0))).sum())
         self._pairs_per_token = pairs / total if total else 0.0
-        self._budget = self._prefill_budget(max(0.0, beside), positions, self._pairs_per_token)
+        self._budget = self._prefill_budget(max(0.0, decode_rows), positions, self._pairs_per_token)
         starts = np.where(decoding, 0.0, np.cumsum(prefill) / self._budget)
         self.prefill_passes = total / self._budget
         ends = starts + decode
@@ -138,11 +138,11 @@ class Timeline:
         """Return the prompt tokens of a pass that stays within `pass_s`."""
         times, limits = self._times, self._limits
         pass_s = limits.pass_s / (1.0 + times.mixed_share) if rows else limits.pass_s
-        left_s = pass_s - times.step_s - times.row_s * (rows + 1) - times.position_s * context
-        tokens = tokens_within(times, left_s) - rows
+        remaining_s = pass_s - times.step_s - times.row_s * (rows + 1) - times.position_s * context
+        tokens = tokens_within(times, remaining_s) - rows
         if pairs_per_token and tokens > 0:
             for _ in range(2):  # the chunk's own attention takes its share
-                tokens = tokens_within(times, left_s - times.pair_s * pairs_per_token * max(tokens, 0.0)) - rows
+                tokens = tokens_within(times, remaining_s - times.pair_s * pairs_per_token * max(tokens, 0.0)) - rows
                 tokens = max(tokens, 1.0)
         least = float(min(limits.least_prefill, limits.max_tokens))
         return min(max(tokens, least), max(1.0, limits.max_tokens - rows))

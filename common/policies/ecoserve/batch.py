@@ -49,7 +49,7 @@ class SyncedBatch:
             heapq.heappop(self._ends)
         return self._ends[0] if self._ends else None
 
-    def left(self, sequence: Sequence) -> int:
+    def remaining(self, sequence: Sequence) -> int:
         """Return the iterations until its group ends."""
         return self._members[sequence] - self.clock
 

@@ -50,18 +50,18 @@ class Forecast:
         self._members: list[tuple[int, int]] = []
         """(− iterations until the predicted end, positions computed): those that last longest first."""
 
-    def add(self, computed: int, left: int) -> None:
-        insort(self._members, (-left, computed))
+    def add(self, computed: int, remaining: int) -> None:
+        insort(self._members, (-remaining, computed))
 
     def hold(self, blocks: int) -> None:
         """Take `blocks` out throughout, for waiting sequences; negative gives them back."""
         self._headroom -= blocks
 
-    def fits(self, computed: int, left: int, spare: int = 0) -> bool:
+    def fits(self, computed: int, remaining: int, spare: int = 0) -> bool:
         """Return whether there are enough blocks at all times with this decode as well, and `spare` more."""
-        insort(self._members, (-left, computed))
+        insort(self._members, (-remaining, computed))
         fits = self._within(self._headroom - spare)
-        self._members.remove((-left, computed))
+        self._members.remove((-remaining, computed))
         return fits
 
     def _within(self, headroom: int) -> bool:
@@ -122,7 +122,7 @@ class ByForecast(TimeSynced):
         found = Forecast(kv.total_blocks, geometry.block_size, most)
         others = kv.total_blocks - kv.free_blocks - kv.cached_blocks
         for sequence in self._batch.sequences:
-            found.add(sequence.computed, self._batch.left(sequence))
+            found.add(sequence.computed, self._batch.remaining(sequence))
             others -= kv.held(sequence.key)
         for sequence, goal in self._prefilling.items():
             found.add(goal, self._decode_length(sequence))
@@ -185,8 +185,8 @@ class ByForecast(TimeSynced):
         with the latest deadline (E8)."""
         for sequence in list(self._batch.sequences):
             while sequence in self._batch and not kv.extend(sequence, sequence.computed + 1):
-                there = [s for s in self._batch.sequences if not s.pinned] or [sequence]
-                victim = max(there, key=lambda s: (self._deadlines.of(s), s.key))
+                candidates = [s for s in self._batch.sequences if not s.pinned] or [sequence]
+                victim = max(candidates, key=lambda s: (self._deadlines.of(s), s.key))
                 self._count.late += 1
                 self._infeasible_until = 0
                 self._evict(now_s, victim, kv, plan, self.limits.preemption)

@@ -100,12 +100,12 @@ class LendingRule:
         candidates.sort()
         batch, size = self._batch, kv.geometry.block_size
         found: list[Candidate] = []
-        lenders = deque(sorted(batch.sequences, key=lambda s: (-batch.left(s), s.key)))
+        lenders = deque(sorted(batch.sequences, key=lambda s: (-batch.remaining(s), s.key)))
         while lenders and candidates and len(found) < places:
             lender = lenders.popleft()
-            if (1.0 + self._buffer) * candidates[0].length > batch.left(lender) / 2 + size:
+            if (1.0 + self._buffer) * candidates[0].length > batch.remaining(lender) / 2 + size:
                 continue  # the shortest would not be done before this one's middle
-            end = self._unlent_end(lender, lender.computed + batch.left(lender), kv, sharing)
+            end = self._unlent_end(lender, lender.computed + batch.remaining(lender), kv, sharing)
             while (place := second_half(lender.computed, end, size)) is not None:
                 end = place.first_block * size
                 for chosen in self._fill(lender, place, candidates, size, sharing, places - len(found)):

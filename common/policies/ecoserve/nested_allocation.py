@@ -128,9 +128,9 @@ class NestedAllocator(PagedAllocator, BlockSharing):
                 return index
         return full
 
-    def _give_back(self, sequence: Sequence, table: Table, behind: int) -> None:
-        self._remove_claims(sequence.key, table.blocks[table.freed : behind])
-        super()._give_back(sequence, table, behind)
+    def _give_back(self, sequence: Sequence, table: Table, freed: int) -> None:
+        self._remove_claims(sequence.key, table.blocks[table.freed : freed])
+        super()._give_back(sequence, table, freed)
 
     def release(self, key: Attempt) -> None:
         holding = self._held.get(key)

@@ -32,18 +32,18 @@ class Ranges:
 
     def urgency(self, now_s: float, deadline_s: float) -> tuple[int, int]:
         """Return a rank, lower for more urgent, which is fixed once overdue."""
-        left_s = deadline_s - now_s
-        if left_s < 0:
+        remaining_s = deadline_s - now_s
+        if remaining_s < 0:
             return (0, math.floor(deadline_s / self.overdue_s))
-        return (1 + bisect_right(self.deadline_s, left_s), 0)
+        return (1 + bisect_right(self.deadline_s, remaining_s), 0)
 
     def changes_s(self, now_s: float, deadline_s: float) -> float | None:
         """Return when `urgency` changes next; None: never. At least `now_s`, as the difference of two floats may be
         rounded up to a bound that is passed already."""
-        left_s = deadline_s - now_s
-        if left_s < 0:
+        remaining_s = deadline_s - now_s
+        if remaining_s < 0:
             return None
-        index = bisect_right(self.deadline_s, left_s)
+        index = bisect_right(self.deadline_s, remaining_s)
         return max(now_s, deadline_s - (self.deadline_s[index - 1] if index else 0.0))
 
 

@@ -230,10 +230,10 @@ class TimeSynced(IterationScheduler):
         is left of its padded prediction, in whole `group_tokens`, at most what it can need. Beyond its prediction
         L_new is the padding again, of what exists."""
         made, quantum = sequence.output_tokens + sampled, self.options.group_tokens
-        left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
-        if left < 1:
-            left = math.ceil(made * self._padding.ratio)
-        length = max(1, math.ceil(left / quantum)) * quantum
+        remaining = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
+        if remaining < 1:
+            remaining = math.ceil(made * self._padding.ratio)
+        length = max(1, math.ceil(remaining / quantum)) * quantum
         return max(1, min(length, sequence.max_positions - sequence.computed))
 
     def _reserve(self, kv: KvAllocator) -> int:
@@ -358,9 +358,9 @@ class TimeSynced(IterationScheduler):
         stands = head.key in self._decodes and now_s - self._deadlines.of(head) > self.options.patience_s
         if not self.options.ordered or stands:
             return
-        left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._decodes]
-        left.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
-        for length, sequence in left:  # longest first: each is the closest to what is left that fits
+        decodes = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._decodes]
+        decodes.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
+        for length, sequence in decodes:  # longest first: each is the closest to what is left that fits
             if self._places() < 1 or headroom < 0:
                 return
             lacks = self._lacks(sequence, length, kv)
@@ -465,8 +465,8 @@ class TimeSynced(IterationScheduler):
             while self._lacks(task, length, kv) > kv.free_blocks + kv.cached_blocks and victims:
                 self._evict(now_s, victims.pop(), kv, plan, self.limits.preemption)
             held = len(kv.blocks(task.key)) if task.phase is Phase.RUNNING else 0
-            there = (held + kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
-            length = min(length, there - task.computed)
+            room = (held + kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
+            length = min(length, room - task.computed)
             if length < 1:
                 continue
             self._count.forced += 1

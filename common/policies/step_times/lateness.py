@@ -26,11 +26,11 @@ class Lateness:
         """Return the state for `resume`."""
         return self._log_ratio, self._recorded
 
-    def resume(self, kept: tuple[float, int]) -> None:
+    def resume(self, state: tuple[float, int]) -> None:
         """Go on from the state that an earlier process had `keep`. Raises `ValueError` for anything else."""
-        log_ratio, recorded = kept
+        log_ratio, recorded = state
         if not 0.0 <= log_ratio <= _MOST or recorded < 0:
-            raise ValueError(f"no lateness: {kept}")
+            raise ValueError(f"no lateness: {state}")
         self._log_ratio, self._recorded = log_ratio, recorded
 
     @property

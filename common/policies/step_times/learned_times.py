@@ -18,7 +18,7 @@ _PERCENTILE = 0.99
 """Percentile of the bound, P99 (§3.1)."""
 
 
-class _Kept(msgspec.Struct, tag_field="kind", tag="dynaserve-batching"):
+class _State(msgspec.Struct, tag_field="kind", tag="dynaserve-batching"):
     """Learned state in a file: the exported profile table, and the lateness of iterations."""
 
     version: int
@@ -70,19 +70,19 @@ class LearnedTimes(Learned):
     def export_state(self) -> bytes:
         if not self.table.suffices:
             return b""
-        return msgspec.json.encode(_Kept(1, msgspec.Raw(self.table.export()), self.lateness.keep()))
+        return msgspec.json.encode(_State(1, msgspec.Raw(self.table.export()), self.lateness.keep()))
 
     def import_state(self, data: bytes) -> None:
         try:
-            kept = msgspec.json.decode(data, type=_Kept)
+            state = msgspec.json.decode(data, type=_State)
         except msgspec.ValidationError:
             self.table.load(data)  # a profile, or a table alone
             return
         except msgspec.DecodeError as error:
             raise ValueError(f"not JSON: {error}") from error
         lateness = Lateness(_PERCENTILE)
-        lateness.resume(kept.lateness)
-        self.table.load(bytes(kept.table))
+        lateness.resume(state.lateness)
+        self.table.load(bytes(state.table))
         self.lateness = lateness
 
 

@@ -20,7 +20,7 @@ _NEW = 0.1
 _WILD = 0.2
 """Distance (in logarithm) from a settled cell up to which a measurement moves it."""
 _SETTLED = 5
-_HALF_TRUST = 4.0
+_HALF_CONFIDENCE = 4.0
 """Measurements after which a cell corrects the curve by half its deviation from it."""
 _SMOOTH = 0.02
 """Weight of an iteration in the moving mean of errors."""
@@ -150,7 +150,7 @@ class ProfileTable:
         if cell is None or curve_s == 0.0:
             return curve_s
         deviation = cell.log_s - math.log(step_seconds(times, cell.shape))
-        return curve_s * math.exp(deviation * cell.count / (cell.count + _HALF_TRUST))
+        return curve_s * math.exp(deviation * cell.count / (cell.count + _HALF_CONFIDENCE))
 
     def prefill_budget(self, base: BatchShape, start: int, most: int, within_s: float) -> int:
         """D5 · Return the most tokens, max `most`, of a prompt computed up to `start` that keep the batch `base` within

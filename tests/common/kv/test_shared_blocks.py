@@ -79,9 +79,9 @@ def test_a_best_effort_tail_fits_beside_the_emptiest_real_time_one() -> None:
     moving = Tenant("moving", False, True)
     table.attach(moving, 0, 2)
     moving.claimed = 1
-    assert table.find_beside_left([tight, roomy, moving], 1) == 1
-    assert table.find_beside_left([tight, roomy, moving], 3) == 1
-    assert table.find_beside_left([tight, roomy, moving], 4) is None
+    assert table.find_shareable([tight, roomy, moving], 1) == 1
+    assert table.find_shareable([tight, roomy, moving], 3) == 1
+    assert table.find_shareable([tight, roomy, moving], 4) is None
 
 
 def test_free_blocks_come_in_ascending_order() -> None:

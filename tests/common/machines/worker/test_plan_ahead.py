@@ -307,7 +307,7 @@ def test_a_prompt_whose_next_chunk_is_to_be_decided(why: str) -> None:
         row = worker.plan_in_flight.rows[0]
         worker.plan_in_flight.rows[0] = msgspec.structs.replace(row, count=1)
     if why == "its scheduler":
-        worker.scheduler.chunks_ahead = lambda begun, single: None  # type: ignore[method-assign]
+        worker.scheduler.chunks_ahead = lambda prompts, single: None  # type: ignore[method-assign]
     assert worker.handle(0.25, PlanAhead()) == []
     assert refusals(worker) == {"prompts": 1}
 

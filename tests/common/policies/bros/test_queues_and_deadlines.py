@@ -36,14 +36,14 @@ def test_the_first_token_has_the_ttft_target_and_every_later_one_the_tpot_target
 def test_a_group_shares_one_deadline_and_slack_counts_the_tokens_left_in_it() -> None:
     four, sequence = groups(4), request("a", 5, arrived_s=0.0)
     sample_token(sequence, 1.0)  # group 1 is over; the second began
-    assert four.left(sequence) == 4
+    assert four.remaining(sequence) == 4
     assert four.residual_s(1.0, sequence, average_s=0.05) == pytest.approx(0.8 - 3 * 0.05)
     sample_token(sequence, 1.3)
-    assert four.left(sequence) == 3
+    assert four.remaining(sequence) == 3
     assert four.residual_s(1.3, sequence, average_s=0.05) == pytest.approx(0.5 - 2 * 0.05)
     for now_s in (1.4, 1.5, 1.6):
         sample_token(sequence, now_s)
-    assert four.left(sequence) == 4
+    assert four.remaining(sequence) == 4
     assert four.due_s(sequence) == pytest.approx(2.4)
 
 

@@ -20,8 +20,8 @@ def test_expected_online_work_is_kept_free() -> None:
         forecast_age_s=0.5,
     )
     # Two requests a second for a second, 100 tokens each, of 1,000 tokens
-    assert demand_rule().kept_free(seen) == pytest.approx(0.2)
-    assert demand_rule(horizon_s=60.0).kept_free(seen) == 0.5  # never more than half
+    assert demand_rule().reserved_share(seen) == pytest.approx(0.2)
+    assert demand_rule(horizon_s=60.0).reserved_share(seen) == 0.5  # never more than half
     assert demand_rule().expected_output(seen) == 40.0
 
 
@@ -30,14 +30,14 @@ def test_where_no_decode_worker_lives_those_that_stand_in_keep_the_memory_free()
     seen = cluster(
         stand_in, arrival_rate_forecast=1.0, mean_prompt_tokens=60.0, mean_output_tokens=40.0, forecast_age_s=0.5
     )
-    assert demand_rule().kept_free(seen) == pytest.approx(0.1)
+    assert demand_rule().reserved_share(seen) == pytest.approx(0.1)
 
 
 def test_a_silent_monitor_is_neither_believed_nor_waited_for() -> None:
     old = cluster(*WORKERS, arrival_rate_forecast=50.0, mean_output_tokens=900.0, forecast_age_s=3.5)
     never = cluster(*WORKERS)
     for seen in (old, never):
-        assert demand_rule().kept_free(seen) == 0.2
+        assert demand_rule().reserved_share(seen) == 0.2
         assert demand_rule().expected_output(seen) == 8.0
 
 

@@ -27,7 +27,7 @@ def test_a_group_ends_together() -> None:
     advance(batch)
     assert batch.ended() == [a, b]
     assert batch.group_over and c in batch and a not in batch
-    assert batch.left(c) == 2
+    assert batch.remaining(c) == 2
 
 
 def test_a_late_sequence_with_as_much_left_joins_the_group() -> None:
@@ -45,7 +45,7 @@ def test_whose_drafts_were_right_ends_with_an_earlier_group() -> None:
     batch, (a, b, c) = three()
     advance(batch)
     batch.advance(c, 2)
-    assert (batch.groups, batch.left(c)) == (1, 2)
+    assert (batch.groups, batch.remaining(c)) == (1, 2)
     batch.advance(a, 9)
     assert batch.ended() == [a], "at once, where it is further than its end"
     advance(batch, 2)

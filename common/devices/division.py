@@ -58,7 +58,7 @@ def resolve_division(config: Config, visible: int) -> Config:
     return msgspec.structs.replace(config, workers=division.workers, engine=engine)
 
 
-def left_open(config: Config) -> Config:
+def auto_counts(config: Config) -> Config:
     """Return the configuration with the counts of its roles left to `divide`."""
     groups = tuple(msgspec.structs.replace(group, count=0) for group in config.workers)
     return msgspec.structs.replace(config, workers=groups)

@@ -44,7 +44,7 @@ _BIN_ELEMENT_BYTES = 2  # of PyTorch files, whose headers need PyTorch: 16 bits 
 _GIB = 1 << 30
 _SCALE_BYTES = 4  # of quantised weights, as they are kept
 _WORDS = frozenset({"qweight", "weight_packed"})  # several codes in a number of 32 bits
-_BESIDE_CODES = frozenset(
+_CODE_PARAMETERS = frozenset(
     {"qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"}
 )
 _UNREAD = frozenset(
@@ -102,8 +102,8 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
         share = RankShare(geometry, 0, degree)
         own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
         steps += exchange_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
-    kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
-    tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
+    cache_dtype = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
+    tokens, cache = _least_cache(config, own, cache_dtype, config.kv.memory_bytes // degree)
     weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype, share)
     weights += _draft_bytes(config, element, dtype)
     plain = geometry.family in ("llama", "moe", "gemma", "opt") and geometry.quantization is None and element == 2
@@ -113,7 +113,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
         0 if geometry.family == "generic" else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
-        fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),
+        fp8_cache=_in_fp8(config, own, cache_dtype, tokens, "cuda"),
         codes=_in_codes(weights, geometry, degree) if plain else (),
         degrees=tuple(n for n in _DEGREES if not why_not_divisible(geometry, n)),
         whole_cache=geometry.latent is not None,
@@ -131,8 +131,8 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
     if widened:  # the table of the embedding stays as it is
         weights -= min(weights, geometry.vocab_size * geometry.hidden_size * (element - DTYPE_BYTES[dtype]))
     most = config.kv.cpu_bytes
-    kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cpu")
-    tokens, cache = _least_cache(config, geometry, kept, most)
+    cache_dtype = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cpu")
+    tokens, cache = _least_cache(config, geometry, cache_dtype, most)
     engine = config.engine
     steps = host_step_bytes(geometry, DTYPE_BYTES[dtype], engine.max_rows, engine.max_step_tokens)
     plain = geometry.family == "llama" and geometry.quantization is None and not (model_dir / GGUF_FILE).exists()
@@ -147,7 +147,7 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
         cache,
         tokens,
         rounds=plain and rounding is None,
-        fp8_cache=_in_fp8(config, geometry, kept, tokens, "cpu"),
+        fp8_cache=_in_fp8(config, geometry, cache_dtype, tokens, "cpu"),
     )
 
 
@@ -241,11 +241,11 @@ def _smaller(wanted: Need, has: int, workers: int) -> list[str]:
     return []
 
 
-def _in_fp8(config: Config, geometry: ModelGeometry, kept: str, tokens: int, device_type: str) -> int:
+def _in_fp8(config: Config, geometry: ModelGeometry, cache_dtype: str, tokens: int, device_type: str) -> int:
     """Return the bytes of `tokens` tokens of KV in FP8; 0 if it is stored so already, or cannot be."""
-    if kept not in DTYPE_BYTES or kept in SCALE_BYTES or geometry.latent is not None:
+    if cache_dtype not in DTYPE_BYTES or cache_dtype in SCALE_BYTES or geometry.latent is not None:
         return 0
-    fp8 = kv_dtype(FP8, kept, geometry, device_type)
+    fp8 = kv_dtype(FP8, cache_dtype, geometry, device_type)
     return tokens // config.kv.block_size * geometry.kv_geometry(fp8, config.kv.block_size).block_bytes
 
 
@@ -288,7 +288,7 @@ def weight_bytes(
                 )
         elif geometry.quantization is not None and kind == "files":
             tensors = dict(_tensors(model_dir))
-            kept = {  # codes of attention over latents become numbers when they are read
+            coded = {  # codes of attention over latents become numbers when they are read
                 module: keeps_codes(device_type, dtype, codes)
                 and not (geometry.latent is not None and ".self_attn." in module)
                 for name in tensors
@@ -296,7 +296,7 @@ def weight_bytes(
             }
             return sum(
                 _of_rank(
-                    name, _kept_bytes(name, tensor, geometry, element, kept.get(name.rpartition(".")[0], False)), share
+                    name, _bytes_of(name, tensor, geometry, element, coded.get(name.rpartition(".")[0], False)), share
                 )
                 for name, tensor in tensors.items()
             )
@@ -372,7 +372,7 @@ def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> i
     if part in _WORDS:
         scheme = geometry.quantization.scheme_of(name.removesuffix(f".{part}"))
         return stored * 32 // (8 if scheme is None else scheme.bits)
-    return 0 if part in _BESIDE_CODES | _UNREAD else stored
+    return 0 if part in _CODE_PARAMETERS | _UNREAD else stored
 
 
 def _codes(module: str, tensors: Mapping[str, Mapping[str, Any]], geometry: ModelGeometry) -> CodeLayout | None:
@@ -396,14 +396,14 @@ def _codes(module: str, tensors: Mapping[str, Mapping[str, Any]], geometry: Mode
     return None if stored is None else scheme.codes(int(stored["shape"][inputs_at]) * per_number)
 
 
-def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, element: int, kept: bool) -> int:
-    """Return the bytes of a tensor of a quantised checkpoint, whose module's codes may be `kept`."""
+def _bytes_of(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, element: int, coded: bool) -> int:
+    """Return the bytes of a tensor of a quantised checkpoint, whose module stays in codes if `coded`."""
     part = name.rpartition(".")[2]
     if part in _UNREAD:
         return 0
-    if part in _WORDS | _BESIDE_CODES:
-        return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
-    return _count(tensor) * (1 if kept and tensor["dtype"] in _CODES_OF_8_BITS else element)
+    if part in _WORDS | _CODE_PARAMETERS:
+        return _count(tensor) * _SCALE_BYTES if coded else _numbers(name, tensor, geometry) * element
+    return _count(tensor) * (1 if coded and tensor["dtype"] in _CODES_OF_8_BITS else element)
 
 
 def _count(tensor: Mapping[str, Any]) -> int:

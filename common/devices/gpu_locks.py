@@ -78,16 +78,16 @@ class DeviceClaims:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
 
-    def take(self, gpus: Sequence[ClaimableGpu], wish: ShareRequest) -> Held | None:
+    def take(self, gpus: Sequence[ClaimableGpu], request: ShareRequest) -> Held | None:
         """Claim a share of one of `gpus`; None if none is free. Waits only for other workers' calls."""
         with (self._folder / "claims.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             claims = [self.claims(gpu.uuid) for gpu in gpus]
-            role = wish.role if isinstance(wish.role, Role) else _lacking(wish.role, claims, wish.pipeline)
-            for place in _in_order(claims, wish, role):
-                for share in range(wish.sharers):
+            role = request.role if isinstance(request.role, Role) else _lacking(request.role, claims, request.pipeline)
+            for place in _in_order(claims, request, role):
+                for share in range(request.sharers):
                     if (descriptor := _lock(self._path(gpus[place].uuid, share))) is not None:
-                        claim = Claim(os.getpid(), wish.instance, role, wish.sharers, wish.pipeline)
+                        claim = Claim(os.getpid(), request.instance, role, request.sharers, request.pipeline)
                         os.ftruncate(descriptor, 0)
                         os.pwrite(descriptor, msgspec.json.encode(claim), 0)
                         return Held(place, share, role, descriptor)
@@ -107,32 +107,32 @@ class DeviceClaims:
                 os.close(descriptor)
         return found
 
-    def why_not(self, gpus: Sequence[ClaimableGpu], wish: ShareRequest) -> str:
+    def why_not(self, gpus: Sequence[ClaimableGpu], request: ShareRequest) -> str:
         """Describe why `take` finds nothing, and what would help."""
         taken = []
         for gpu in gpus:
             on_it = ", ".join(f"{claim.instance} (1 of {claim.sharers})" for claim in self.claims(gpu.uuid))
             taken.append(f"{gpu.name} {gpu.uuid}: {on_it or 'free'}")
-        limit = f", of which this pipeline takes {wish.most_gpus} (engine.gpus)" if wish.most_gpus else ""
+        limit = f", of which this pipeline takes {request.most_gpus} (engine.gpus)" if request.most_gpus else ""
         return (
-            f"no share of a GPU is left for this worker: {len(gpus)} GPU(s) visible{limit}, each for {wish.sharers} "
+            f"no share of a GPU is left for this worker: {len(gpus)} GPU(s) visible{limit}, each for {request.sharers} "
             f"worker(s) [{'; '.join(taken)}]. Run fewer workers, give it more GPUs, or let more workers share one "
-            f"(engine.workers_per_gpu={wish.sharers + 1} for all of them: each then has less memory)"
+            f"(engine.workers_per_gpu={request.sharers + 1} for all of them: each then has less memory)"
         )
 
     def _path(self, uuid: str, share: int) -> Path:
         return self._folder / f"{'' if uuid.startswith(('GPU-', 'MIG-')) else 'GPU-'}{uuid}.{share}"
 
 
-def _in_order(claims: Sequence[Sequence[Claim]], wish: ShareRequest, role: Role) -> list[int]:
+def _in_order(claims: Sequence[Sequence[Claim]], request: ShareRequest, role: Role) -> list[int]:
     """Return the indices of GPUs with a free share, best first."""
-    ours = {place for place, on_it in enumerate(claims) if any(claim.pipeline == wish.pipeline for claim in on_it)}
-    bounded = wish.most_gpus > 0 and len(ours) >= wish.most_gpus
+    ours = {place for place, on_it in enumerate(claims) if any(claim.pipeline == request.pipeline for claim in on_it)}
+    bounded = request.most_gpus > 0 and len(ours) >= request.most_gpus
     able = [
         place
         for place, on_it in enumerate(claims)
-        if len(on_it) < wish.sharers
-        and all(claim.sharers == wish.sharers for claim in on_it)
+        if len(on_it) < request.sharers
+        and all(claim.sharers == request.sharers for claim in on_it)
         and (place in ours or not bounded)
     ]
     return sorted(able, key=lambda at: (len(claims[at]), any(claim.role is role for claim in claims[at]), at))

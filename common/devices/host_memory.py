@@ -18,7 +18,7 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 def available_bytes(sources: Sources = HOST) -> int:
     """Return the bytes that can be allocated now without swapping, by host and containers' limits; 0 if not known."""
     host = meminfo_bytes(sources, "MemAvailable")
-    known = [*([host] if host else []), *(max(0, left) for left in _left_in_cgroups(sources))]
+    known = [*([host] if host else []), *(max(0, free) for free in _free_in_cgroups(sources))]
     return min(known, default=0)
 
 
@@ -33,7 +33,7 @@ def computes_bfloat16(sources: Sources = HOST) -> bool:
     return False
 
 
-def _left_in_cgroups(sources: Sources) -> Iterator[int]:
+def _free_in_cgroups(sources: Sources) -> Iterator[int]:
     """Yield what this process's group and every group around it have left, in either version of cgroups."""
     try:
         lines = (sources.proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -44,13 +44,13 @@ def _left_in_cgroups(sources: Sources) -> Iterator[int]:
         controllers, _, path = rest.partition(":")
         if not controllers:
             names = ("memory.max", "memory.current", "inactive_file")
-            yield from _left(sources.cgroup, path, *names)
+            yield from _free(sources.cgroup, path, *names)
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _left(sources.cgroup / "memory", path, *names)
+            yield from _free(sources.cgroup / "memory", path, *names)
 
 
-def _left(base: Path, path: str, limit_name: str, used_name: str, cache_name: str) -> Iterator[int]:
+def _free(base: Path, path: str, limit_name: str, used_name: str, cache_name: str) -> Iterator[int]:
     """Yield what is left of each limit. Inactive pages of files count as free: the kernel drops them first."""
     folder = base / path.strip("/")
     for group in (folder, *folder.parents):

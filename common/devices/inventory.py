@@ -47,7 +47,7 @@ HOST = Sources()
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that `CUDA_VISIBLE_DEVICES` leaves, in the driver's order; or the one MIG instance it names."""
     found = []
-    for row in _ask("--query-gpu=" + ",".join(_QUERY)):
+    for row in _query("--query-gpu=" + ",".join(_QUERY)):
         fields = [field.strip() for field in row.split(",")]
         if len(fields) != len(_QUERY):
             continue
@@ -57,7 +57,7 @@ def visible_gpus() -> list[Gpu]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen.strip().startswith("MIG-"):
         return _instances(found, chosen.split(",")[0].strip())
-    return _left(found, chosen)
+    return _visible(found, chosen)
 
 
 def hidden() -> bool:
@@ -83,13 +83,13 @@ def driver_version(sources: Sources = HOST) -> str:
         text = ""
     if found := re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text):
         return found[1]
-    rows = _ask("--query-gpu=driver_version")
+    rows = _query("--query-gpu=driver_version")
     return rows[0] if rows and re.fullmatch(r"\d+(\.\d+)+", rows[0]) else ""
 
 
 def throttling() -> list[str]:
     """List "name, mask" of every GPU: NVML's bits for why its clocks are lowered."""
-    return _ask("--query-gpu=name,clocks_throttle_reasons.active")
+    return _query("--query-gpu=name,clocks_throttle_reasons.active")
 
 
 def mps_runs() -> bool:
@@ -125,7 +125,7 @@ def this_machine() -> Machine:
     return Machine(len(gpus), smallest, host_memory_bytes())
 
 
-def _ask(query: str, form: Sequence[str] = ("--format=csv,noheader,nounits",)) -> list[str]:
+def _query(query: str, form: Sequence[str] = ("--format=csv,noheader,nounits",)) -> list[str]:
     """Return the rows of an answer of `nvidia-smi`; none if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -148,7 +148,7 @@ def _instances(gpus: Sequence[Gpu], named: str) -> list[Gpu]:
     """Return the MIG instance whose UUID begins so. CUDA gives a process one instance, whatever follows. Its profile
     names its memory: "MIG 3g.40gb" has 40 GiB, with "+me" behind it or not."""
     whole: Gpu | None = None
-    for row in _ask("-L", form=()):
+    for row in _query("-L", form=()):
         if card := re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", row):
             whole = next((gpu for gpu in gpus if gpu.uuid == card[1]), None)
         elif (part := re.match(r"MIG (\S*?(\d+)gb\S*)\s.*\(UUID: (MIG-[^)]+)\)", row)) and part[3].startswith(named):
@@ -157,16 +157,16 @@ def _instances(gpus: Sequence[Gpu], named: str) -> list[Gpu]:
     return []
 
 
-def _left(gpus: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
+def _visible(gpus: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
     """Choose GPUs as CUDA reads the variable: indices or beginnings of UUIDs, up to the first that names none."""
     if chosen is None:
         return list(gpus)
-    left: list[Gpu] = []
-    for word in (part.strip() for part in chosen.split(",")):
-        named = ([gpus[int(word)]] if word.isdigit() and int(word) < len(gpus) else []) or [
-            gpu for gpu in gpus if len(word) > 4 and gpu.uuid.startswith(word)
+    visible: list[Gpu] = []
+    for item in (part.strip() for part in chosen.split(",")):
+        named = ([gpus[int(item)]] if item.isdigit() and int(item) < len(gpus) else []) or [
+            gpu for gpu in gpus if len(item) > 4 and gpu.uuid.startswith(item)
         ]
         if not named:
             break
-        left.append(named[0])
-    return left
+        visible.append(named[0])
+    return visible

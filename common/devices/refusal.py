@@ -41,10 +41,10 @@ def unusable_gpu(device: str, torch: TorchFacts, sources: inventory.Sources = in
     if not inventory.driver_present(sources) or (device == "auto" and inventory.hidden()):
         return ""
     driver = inventory.driver_version(sources)
-    told = f" (torch says: {torch.error})" if torch.error else ""
-    wish = "" if device == "auto" else f"; this configuration wants {device}"
+    error = f" (torch says: {torch.error})" if torch.error else ""
+    need = "" if device == "auto" else f"; this configuration wants {device}"
     return (
-        f"engine.device: a GPU that torch cannot use{wish}: {_cause(torch, driver)}{told}. {_remedy(torch, driver)}; "
+        f"engine.device: a GPU that torch cannot use{need}: {_cause(torch, driver)}{error}. {_remedy(torch, driver)}; "
         "or --set engine.device=cpu to serve from the CPU"
     )
 

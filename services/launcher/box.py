@@ -15,7 +15,7 @@ import msgspec
 from cohort.common.config import Config
 from cohort.common.devices import host_memory
 from cohort.common.devices.degrees import settle_degrees
-from cohort.common.devices.division import left_open, resolve_division
+from cohort.common.devices.division import auto_counts, resolve_division
 from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
 from cohort.common.devices.inventory import Gpu
 from cohort.common.engine.config.model_config import read_geometry
@@ -36,7 +36,7 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
     if not config.on_gpu:
         return resolve_division(config, 0)
     if not workers_given:
-        config = left_open(config)
+        config = auto_counts(config)
     return resolve_division(config, len(_fitting(config, gpus, model)) if gpus else 0)
 
 

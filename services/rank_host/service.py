@@ -24,7 +24,7 @@ from cohort.common.engine.device.device_name import own_cores
 from cohort.common.engine.ranks.followers import start_rank
 from cohort.common.engine.ranks.rank_hosts import Place, group_on_hosts, join_of, own_interface
 from cohort.common.engine.worker.devices import WorkerDevice, claim_device, model_folder
-from cohort.common.engine.worker.follower_process import follow_elsewhere
+from cohort.common.engine.worker.follower_process import follow_remote
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.http import exposure
 from cohort.common.keys.private_files import keep_private
@@ -57,7 +57,7 @@ def main() -> NoReturn:
     first, *others = places
     for place in others:
         start_rank([str(os.getpid()), msgspec.json.encode(place).decode()], place.threads)
-    follow_elsewhere(first)
+    follow_remote(first)
 
 
 def places_of(config: Config, group: WorkerGroup, host: int, own: WorkerDevice) -> list[Place]:

@@ -35,16 +35,16 @@ class KvCopier:
     @contextlib.contextmanager
     def around(self, copies: Iterable[KvCopy]) -> Iterator[None]:
         """Make the copies that come first on entry, the concurrent ones until exit."""
-        beside = list[KvCopy]()
+        concurrent = list[KvCopy]()
         for copy in copies:
             if copy.concurrent:
-                beside.append(copy)
+                concurrent.append(copy)
             else:
                 self._perform(copy)
-        if not beside:
+        if not concurrent:
             yield
             return
-        pending = self._thread.submit(self._perform_on_thread, beside)
+        pending = self._thread.submit(self._perform_on_thread, concurrent)
         try:
             yield
         finally:

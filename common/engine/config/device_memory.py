@@ -31,9 +31,9 @@ class DeviceShare:
     sharers: int = 1
     most_kv: int = 0
     graphs: int = 0
-    beside: int = 0
+    draft: int = 0
     """Bytes that a draft model takes beside the cache: weights, steps, graphs."""
-    beside_block: int = 0
+    draft_block: int = 0
     """Bytes that it takes for each block of the cache."""
 
 

@@ -234,10 +234,10 @@ class _Settings:
                 raise ModelError(f"{file}: {key} ({what}) is not served; {_SERVED}")
         if data.get("bias", "none") != "none":
             raise ModelError(f"{file}: bias {data['bias']!r} (trained biases) is not served; {_SERVED}")
-        begun = data.get("init_lora_weights")
-        if isinstance(begun, str) and begun.startswith(_CHANGES_BASE):
+        initial = data.get("init_lora_weights")
+        if isinstance(initial, str) and initial.startswith(_CHANGES_BASE):
             raise ModelError(
-                f"{file}: init_lora_weights {begun!r} changes the base weights; convert it to a plain adapter "
+                f"{file}: init_lora_weights {initial!r} changes the base weights; convert it to a plain adapter "
                 "(PEFT's path_initial_model_for_weight_conversion)"
             )
         targets = data.get("target_modules")

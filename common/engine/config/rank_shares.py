@@ -37,7 +37,7 @@ class Span(NamedTuple):
     first: int
     end: int
 
-    def behind(self, offset: int) -> Span:
+    def shifted(self, offset: int) -> Span:
         return Span(self.first + offset, self.end + offset)
 
 
@@ -144,13 +144,13 @@ class RankShare:
 
     def part(self, name: str) -> Part | None:
         """Return the part of a tensor by its name's last two words, and whether it is of experts; None = all of it."""
-        words, whole, size = name.split("."), self.geometry, self.geometry.head_dim
-        module, kind = words[-2] if len(words) > 1 else "", words[-1]
+        parts, whole, size = name.split("."), self.geometry, self.geometry.head_dim
+        module, kind = parts[-2] if len(parts) > 1 else "", parts[-1]
         query, kv, inside = whole.num_heads * size, whole.num_kv_heads * size, self._columns["an MLP"]
         if whole.experts is not None:
-            if "experts" in words:
-                return self._of_experts(words[words.index("experts") + 1 :])
-            if "shared_expert" in words or "shared_experts" in words:
+            if "experts" in parts:
+                return self._of_experts(parts[parts.index("experts") + 1 :])
+            if "shared_expert" in parts or "shared_experts" in parts:
                 inside = self._columns["the shared expert"]
         own_query = self._even(query)
         own_kv = Span(self.kv_heads.first * size, self.kv_heads.end * size)
@@ -163,12 +163,12 @@ class RankShare:
             case (("k_proj" | "v_proj"), _):
                 return Part(0, kv, (own_kv,))
             case "qkv_proj", _:
-                ranges = (own_query, own_kv.behind(query), own_kv.behind(query + kv))
+                ranges = (own_query, own_kv.shifted(query), own_kv.shifted(query + kv))
                 return Part(0, query + 2 * kv, ranges)
             case (("gate_proj" | "up_proj"), _):
                 return Part(0, inner, (own_inner,))
             case "gate_up_proj", _:
-                return Part(0, 2 * inner, (own_inner, own_inner.behind(inner)))
+                return Part(0, 2 * inner, (own_inner, own_inner.shifted(inner)))
             case "o_proj", "weight":
                 return Part(1, query, (own_query,))
             case "down_proj", "weight":
@@ -194,19 +194,19 @@ class RankShare:
         whole = self.geometry.num_heads * each
         return Part(axis, whole, (self._even(whole),))
 
-    def _of_experts(self, words: list[str]) -> Part | None:
+    def _of_experts(self, parts: list[str]) -> Part | None:
         """Return the part of one expert's matrix, or of all of them in one tensor, which gpt-oss has transposed, with
-        every gate beside its up. `words`: of the name, after "experts"."""
+        every gate beside its up. `parts`: of the name, after "experts"."""
         columns = self._columns["an expert"]
         inner, own = columns.count, columns.of(self.rank, self.degree)
         pairs = Span(2 * own.first, 2 * own.end)
-        match self.geometry.family, words:
+        match self.geometry.family, parts:
             case _, [_, ("w1" | "w3" | "gate_proj" | "up_proj"), "weight"]:
                 return Part(0, inner, (own,))
             case _, [_, ("w2" | "down_proj"), "weight"]:
                 return Part(1, inner, (own,))
             case (("moe" | "deepseek"), ["gate_up_proj"]):
-                return Part(1, 2 * inner, (own, own.behind(inner)))
+                return Part(1, 2 * inner, (own, own.shifted(inner)))
             case (("moe" | "deepseek"), ["down_proj"]):
                 return Part(2, inner, (own,))
             case "gpt_oss", ["gate_up_proj"]:

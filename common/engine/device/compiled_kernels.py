@@ -52,7 +52,7 @@ class KernelBuild:
         keep_in_cache()
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._begun_s = time.monotonic()
+        self._started_s = time.monotonic()
         # A daemon: a worker whose model cannot be loaded ends without waiting for a compiler.
         threading.Thread(target=self._build, name="kernel-build", daemon=True).start()
 
@@ -65,7 +65,7 @@ class KernelBuild:
     def _build(self) -> None:
         failure: BaseException | None = None
         try:
-            chosen = native.prepare(lambda words: log.info("kernels", progress=words, seconds=self._seconds()))
+            chosen = native.prepare(lambda message: log.info("kernels", progress=message, seconds=self._seconds()))
             log.info("kernels", implementation=chosen, seconds=self._seconds())
         except BaseException as error:  # raised where it is awaited
             failure = error
@@ -79,4 +79,4 @@ class KernelBuild:
             self._ended.set_exception(failure)
 
     def _seconds(self) -> float:
-        return round(time.monotonic() - self._begun_s, 1)
+        return round(time.monotonic() - self._started_s, 1)

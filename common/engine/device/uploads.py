@@ -41,11 +41,11 @@ class Uploads:
         begin = end = self._used
         views = []
         for array, size in zip(arrays, sizes, strict=True):
-            there = self._device_buffer[end : end + array.nbytes]
+            target = self._device_buffer[end : end + array.nbytes]
             if array.nbytes:
                 self._host_bytes[end : end + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-            views.append(there.view(dtype).view(array.shape))
+            views.append(target.view(dtype).view(array.shape))
             end += size
         if end > begin:
             self._device_buffer[begin:end].copy_(self._host[begin:end], non_blocking=True)

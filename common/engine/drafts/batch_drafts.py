@@ -84,12 +84,12 @@ def drafted(
     """Draft as many tokens of each row as it has `sampling`; none where more is lacking than can be filled at once.
     `fill` computes some positions of a row; `step` one draft more of each row, those that lack most first."""
     before = sum(each.lacks for each in under)
-    left = FILLED_AT_ONCE
+    remaining = FILLED_AT_ONCE
     for each in under:
-        count = min(left, each.lacks - 1)  # `step` computes the end
+        count = min(remaining, each.lacks - 1)  # `step` computes the end
         if each.lacks > SHORT and count > 0:
             fill(each, count)
-            left -= count
+            remaining -= count
     filled = before - sum(each.lacks for each in under)
     began_s = time.perf_counter()
     going = [each for each in under if 0 < each.lacks <= SHORT and each.row.sampling]

@@ -161,9 +161,9 @@ class RecentAnswers:
             self.generations = (SuffixAutomaton(), self.generations[0])
 
     def add(self, answer: Sequence[int]) -> None:
-        kept = self.retained(answer)
-        self.begin(len(kept))
-        self.generations[0].add(kept)
+        retained = self.retained(answer)
+        self.begin(len(retained))
+        self.generations[0].add(retained)
 
 
 class AnswerMemory:
@@ -200,14 +200,14 @@ class AnswerMemory:
                 self._answers[key] = answers
                 if len(self._answers) > self._keys:
                     self._answers.popitem(last=False)
-            kept = answers.retained(answer)
+            retained = answers.retained(answer)
             if not self._taken:
-                answers.begin(len(kept))
-            part = kept[self._taken : self._taken + most]
+                answers.begin(len(retained))
+            part = retained[self._taken : self._taken + most]
             answers.generations[0].extend(part)
             self._taken += len(part)
             most -= len(part)
-            if self._taken == len(kept):
+            if self._taken == len(retained):
                 answers.generations[0].end()
                 self._waiting.popleft()
                 self._taken = 0

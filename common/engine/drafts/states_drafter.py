@@ -153,8 +153,8 @@ class StatesDrafter(BatchDrafter):
         with nullcontext() if steps is None else steps.stream.use():
             states = self._head.sampled_states if steps is None else steps.sampled_states()
             assert states is not None
-            there, these = (torch.from_numpy(each).to(states.device) for each in (slots, rows))
-            self._head.states.index_copy_(0, there, states.index_select(0, these))
+            slot_ids, row_ids = (torch.from_numpy(each).to(states.device) for each in (slots, rows))
+            self._head.states.index_copy_(0, slot_ids, states.index_select(0, row_ids))
 
 
 def _tags(row: DraftRow, first: int, end: int) -> Int64Array:

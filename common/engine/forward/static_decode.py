@@ -75,11 +75,11 @@ class StaticSteps(Generic[_Class]):
         self, tokens: int, query_start: Tensor, sample_index: Tensor, *, max_query_len: int, num_prefill_rows: int
     ) -> Callable[[], StepResult]:
         """Return the forward of the buffers' first `tokens` tokens, in as many rows as `query_start` [rows + 1] has."""
-        there, rows = self._buffers.tensors, len(query_start) - 1
+        tensors, rows = self._buffers.tensors, len(query_start) - 1
         metas = [
             AttentionMeta(
                 query_start=query_start,
-                context_lens=there["context_lens"][:rows],
+                context_lens=tensors["context_lens"][:rows],
                 block_tables=tables[:rows],
                 directions=None,
                 block_size=self._block_size,
@@ -91,10 +91,10 @@ class StaticSteps(Generic[_Class]):
             )
             for tables in self._buffers.tables
         ]
-        slots = [there[name][:tokens] for name in self._slots]
+        slots = [tensors[name][:tokens] for name in self._slots]
         inputs = StepInputs(
-            token_ids=there["token_ids"][:tokens],
-            positions=there["positions"][:tokens],
+            token_ids=tensors["token_ids"][:tokens],
+            positions=tensors["positions"][:tokens],
             slot_mapping=slots[0],
             sample_index=sample_index,
             meta=metas[0],
@@ -149,8 +149,8 @@ class StaticDecode(StaticSteps[int]):
         the one before that must be over. `before`: sampled tokens on the device that `token_source` takes from."""
         awaited = self._fill(batch, rows_class)
         if before is not None:
-            there = self._buffers.tensors
-            put_tokens(there["token_ids"][: batch.num_rows], before, there["sources"], there["places"], awaited)
+            tensors = self._buffers.tensors
+            put_tokens(tensors["token_ids"][: batch.num_rows], before, tensors["sources"], tensors["places"], awaited)
         return self._steps[rows_class]()
 
     def sample(self, batch: StepBatch, rows_class: int, done: StepResult) -> SampledOnDevice | None:

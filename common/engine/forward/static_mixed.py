@@ -80,8 +80,8 @@ class StaticMixed(StaticSteps[MixedClass]):
         still run, the one before that must be over. `before`: sampled tokens that `token_source` takes from."""
         awaited = self._fill(batch, mixed)
         if before is not None:
-            there = self._buffers.tensors
-            put_tokens(there["token_ids"], before, there["sources"], there["places"], awaited)
+            tensors = self._buffers.tensors
+            put_tokens(tensors["token_ids"], before, tensors["sources"], tensors["places"], awaited)
         return self._steps[mixed]()
 
     def _fill(self, batch: StepBatch, mixed: MixedClass) -> int:
@@ -132,8 +132,8 @@ class StaticMixed(StaticSteps[MixedClass]):
         self._buffers.send_tables(rows, width)
 
     def _step(self, mixed: MixedClass) -> Callable[[], StepResult]:
-        there, rows = self._buffers.tensors, PROMPT_ROWS + 1 + mixed.rows
-        starts, sampled = there["query_start"][: rows + 1], there["sample_index"][: mixed.rows]
+        tensors, rows = self._buffers.tensors, PROMPT_ROWS + 1 + mixed.rows
+        starts, sampled = tensors["query_start"][: rows + 1], tensors["sample_index"][: mixed.rows]
         prompts = PROMPT_ROWS + 1
         step = self._forward(mixed.tokens, starts, sampled, max_query_len=mixed.prompt_tokens, num_prefill_rows=prompts)
         self._fill_nothing(mixed)

@@ -26,7 +26,7 @@ from cohort.common.paths import GGUF_FILE
 from cohort.kernels.cpu import native
 from cohort.kernels.gpu import available as gpu
 
-_ASKED = "engine.batch_invariant: it cannot be promised"
+_NOT_INVARIANT = "engine.batch_invariant: it cannot be promised"
 _HEAD_STEP = 16
 """Heads of a multiple of so many elements begin where loads of 16 bytes can, in every step; others do in some."""
 
@@ -62,13 +62,13 @@ def load_model(load: Loading) -> Model:
 
 def _check_rounding(load: Loading) -> None:
     """Raise `ConfigError` where weights would not be rounded although the configuration asks for it."""
-    asked = f"model.quantization: {load.rounding} "
+    option = f"model.quantization: {load.rounding} "
     if (load.folder / GGUF_FILE).exists():
-        raise ConfigError(f"{asked}rounds plain weights, and those of {load.folder.name} are codes already")
+        raise ConfigError(f"{option}rounds plain weights, and those of {load.folder.name} are codes already")
     if load.device.type != "cpu" or native.implementation() != "native":
-        raise ConfigError(f"{asked}is served on a processor by the compiled kernels alone")
+        raise ConfigError(f"{option}is served on a processor by the compiled kernels alone")
     if load.geometry.family != "llama":
-        raise ConfigError(f"{asked}is not served for {load.geometry.model_type}; served are models of Llama's form")
+        raise ConfigError(f"{option}is not served for {load.geometry.model_type}; served are models of Llama's form")
 
 
 def check_invariant(
@@ -77,7 +77,7 @@ def check_invariant(
     """Raise `ConfigError` where it cannot be promised, naming why, and what to do. `threads`: of a step on a
     processor."""
     if (reason := _why_not_invariant(geometry, device, dtype, ranks, threads)) is not None:
-        raise ConfigError(f"{_ASKED} for {model} on {device}: {reason}; or leave the option off")
+        raise ConfigError(f"{_NOT_INVARIANT} for {model} on {device}: {reason}; or leave the option off")
 
 
 def _why_not_invariant(

@@ -231,7 +231,7 @@ class Followers:
             with contextlib.suppress(RankLost):
                 send(follower.control, encoded(Stop()))
         if self.remote is not None:
-            self.remote.wait_left(STOP_S)
+            self.remote.wait_disconnected(STOP_S)
         for follower in self._followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if follower.process is not None:

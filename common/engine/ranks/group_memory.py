@@ -76,11 +76,11 @@ class GroupMemory:
         )
         if not summed:
             return []
-        said = run_checksum.of_ranks(self.ranks)
+        checksum = run_checksum.of_ranks(self.ranks)
         sums = []
         for index in range(len(messages)):
             each = [found[part.sender][index][wanted[part.sender].index(part.heads)] for part in parts]
-            sums.append(run_checksum.joint(each) | said)
+            sums.append(run_checksum.joint(each) | checksum)
         return sums
 
     def sums(self, messages: Sequence[Message], likes: Sequence[int]) -> list[int]:
@@ -130,9 +130,9 @@ class GroupMemory:
 
     def _everywhere(self, orders: dict[int, Work]) -> dict[int, tuple[tuple[int, ...], ...]]:
         """Run these orders on all ranks at the same time; return their results by rank."""
-        begun = [(rank, self.others[rank - 1].begin(order)) for rank, order in orders.items() if rank]
+        started = [(rank, self.others[rank - 1].begin(order)) for rank, order in orders.items() if rank]
         found = {0: self.own.work(orders[0])} if 0 in orders else {}
-        for rank, answer in begun:
+        for rank, answer in started:
             found[rank] = self.others[rank - 1].sums(answer)
         return found
 
@@ -244,13 +244,13 @@ def _raise_outcome(tasks: Sequence[asyncio.Task[None]], *, cancelled: bool) -> N
     stranded = [error for error in failures if isinstance(error, BufferStranded)]
     if stranded:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = [error.settled for error in stranded]
+        pending = [error.settled for error in stranded]
 
         def one_settled(_: object) -> None:
-            if all(future.done() for future in left) and not settled.done():
+            if all(future.done() for future in pending) and not settled.done():
                 settled.set_result(None)
 
-        for future in left:
+        for future in pending:
             future.add_done_callback(one_settled)
         raise BufferStranded(str(stranded[0]), settled)
     if cancelled:

@@ -73,12 +73,12 @@ class AgreedRecorder:
         recorded: Recorded | None = None
         try:
             recorded = self._own.capture(step)
-            said = recorded.cost_bytes
+            reported = recorded.cost_bytes
         except torch.OutOfMemoryError as error:
-            said, reason = _NO_MEMORY, str(error)
+            reported, reason = _NO_MEMORY, str(error)
         except RuntimeError as error:
-            said, reason = _NOT_AT_ALL, str(error)
-        cost = self._most(said)
+            reported, reason = _NOT_AT_ALL, str(error)
+        cost = self._most(reported)
         if cost >= _NOT_AT_ALL:
             raise RuntimeError(reason)
         if cost >= _NO_MEMORY or recorded is None:
@@ -220,8 +220,8 @@ class StepDeadlines:
                     self._idle = True
                     self._changed.wait()
                     self._idle = False
-                elif (left_s := first - time.monotonic()) > 0:
-                    self._changed.wait(left_s)
+                elif (remaining_s := first - time.monotonic()) > 0:
+                    self._changed.wait(remaining_s)
                 else:
                     break
         self._late()

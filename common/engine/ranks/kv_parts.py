@@ -45,13 +45,13 @@ def parts_between(kv_heads: int, senders: int, receivers: int) -> tuple[KvPart, 
     found = []
     for receiver in range(receivers):
         head, end = kv_heads_of(kv_heads, receiver, receivers)
-        beside, place = receiver * senders // receivers, 0
+        nearest, place = receiver * senders // receivers, 0
         while head < end:
-            able = [rank for rank, (first, behind) in enumerate(owned) if first <= head < behind]
-            sender = min(able, key=lambda rank: abs(rank - beside))
-            behind = min(end, owned[sender][1])
-            found.append(KvPart(sender, receiver, (head, behind), place))
-            head, place = behind, place + 1
+            able = [rank for rank, (first, stop) in enumerate(owned) if first <= head < stop]
+            sender = min(able, key=lambda rank: abs(rank - nearest))
+            stop = min(end, owned[sender][1])
+            found.append(KvPart(sender, receiver, (head, stop), place))
+            head, place = stop, place + 1
     return tuple(found)
 
 

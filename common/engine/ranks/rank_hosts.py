@@ -138,15 +138,15 @@ class RemoteRanks:
             order, order=number, zmq_bind=joined.bind, zmq_advertise=joined.advertise, keys_file=joined.keys_file
         )
 
-    def wait_left(self, timeout_s: float) -> None:
-        self._wire.wait_left(timeout_s)
+    def wait_disconnected(self, timeout_s: float) -> None:
+        self._wire.wait_disconnected(timeout_s)
 
     def close(self) -> None:
         self._wire.close()
 
-    def _admit(self, said: bytes) -> int:
+    def _admit(self, payload: bytes) -> int:
         try:
-            join = _joins.decode(said)
+            join = _joins.decode(payload)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"it says something else than a rank of Cohort {self._own.version}: {error}") from error
         own = self._own
@@ -175,8 +175,8 @@ class RemoteRanks:
 
 def joined(place: Place, lost: Callable[[str], None]) -> WireDialer:
     """Join rank 0. Raises `ConfigError`, `WireLost`."""
-    said = msgspec.msgpack.encode(place.join)
-    return WireDialer(place.leader, load_keys(place.keys_file), said, join_s=place.join_s, lost=lost)
+    payload = msgspec.msgpack.encode(place.join)
+    return WireDialer(place.leader, load_keys(place.keys_file), payload, join_s=place.join_s, lost=lost)
 
 
 def own_interface(config: Config) -> str:
@@ -275,51 +275,51 @@ class StoreOfRankZero(dist.Store):  # type: ignore[misc, name-defined]  # torch'
         wait_s = _MOST_WAIT_S if timeout is None else timeout.total_seconds()
         self._call(StoreRequest("wait", list(keys), timeout_s=wait_s))
 
-    def _call(self, ask: StoreRequest) -> StoreReply:
+    def _call(self, request: StoreRequest) -> StoreReply:
         with self._lock:
             try:
-                send(self._stream, framed(msgspec.msgpack.encode(ask)))
-                told = _replies.decode(receive_frame(self._stream))
+                send(self._stream, framed(msgspec.msgpack.encode(request)))
+                reply = _replies.decode(receive_frame(self._stream))
             except RankLost as error:
                 raise StoreFailed(f"rank 0 does not answer: {error}") from error
-        if told.error:
-            raise StoreFailed(told.error)
-        return told
+        if reply.error:
+            raise StoreFailed(reply.error)
+        return reply
 
 
 def answer(stream: socket.socket, store: Any) -> None:
     """Answer one rank's calls until it has ended, on a thread of its own. `store`: a `HashStore` of all of them."""
     try:
         while True:
-            ask = _requests.decode(receive_frame(stream))
+            request = _requests.decode(receive_frame(stream))
             try:
-                told = _looked_up(store, ask)
+                reply = _looked_up(store, request)
             except Exception as error:  # torch raises its own kinds, and the rank must report which
-                told = StoreReply(error=f"{type(error).__name__}: {error}")
-            send(stream, framed(msgspec.msgpack.encode(told)))
+                reply = StoreReply(error=f"{type(error).__name__}: {error}")
+            send(stream, framed(msgspec.msgpack.encode(reply)))
     except (RankLost, msgspec.MsgspecError):
         return
 
 
-def _looked_up(store: Any, ask: StoreRequest) -> StoreReply:
-    match ask.name:
+def _looked_up(store: Any, request: StoreRequest) -> StoreReply:
+    match request.name:
         case "set":
-            store.set(ask.keys[0], ask.value)
+            store.set(request.keys[0], request.value)
             return StoreReply()
         case "get":
-            return StoreReply(store.get(ask.keys[0]))
+            return StoreReply(store.get(request.keys[0]))
         case "add":
-            return StoreReply(number=store.add(ask.keys[0], ask.amount))
+            return StoreReply(number=store.add(request.keys[0], request.amount))
         case "compare_set":
-            return StoreReply(store.compare_set(ask.keys[0], ask.expected, ask.value))
+            return StoreReply(store.compare_set(request.keys[0], request.expected, request.value))
         case "check":
-            return StoreReply(number=int(store.check(ask.keys)))
+            return StoreReply(number=int(store.check(request.keys)))
         case "delete_key":
-            return StoreReply(number=int(store.delete_key(ask.keys[0])))
+            return StoreReply(number=int(store.delete_key(request.keys[0])))
         case "num_keys":
             return StoreReply(number=store.num_keys())
         case "wait":
-            store.wait(ask.keys, datetime.timedelta(seconds=ask.timeout_s))
+            store.wait(request.keys, datetime.timedelta(seconds=request.timeout_s))
             return StoreReply()
         case other:
             return StoreReply(error=f"no question {other!r}")

@@ -106,8 +106,8 @@ class RemoteRank:
         deadline_s = asyncio.get_running_loop().time() + order.timeout_s + ANSWER_S
         while not future.done():
             try:
-                left_s = deadline_s - asyncio.get_running_loop().time()
-                await asyncio.wait((future,), timeout=max(0.0, left_s))
+                remaining_s = deadline_s - asyncio.get_running_loop().time()
+                await asyncio.wait((future,), timeout=max(0.0, remaining_s))
                 if not future.done():
                     raise BufferStranded(f"rank {self.rank} does not say what became of a part", _when_over(future))
             except asyncio.CancelledError:

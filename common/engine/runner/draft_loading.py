@@ -81,10 +81,10 @@ class DraftPlan:
     @property
     def block_bytes(self) -> int:
         """Bytes that the draft model's KV adds to a block of the worker's cache."""
-        beside = _MARK_BYTES
+        extra = _MARK_BYTES
         if self.head:
-            beside += _MARK_BYTES + self.geometry.hidden_size * DTYPE_BYTES[self.dtype]
-        return self.kv_geometry.block_bytes + beside * self.block_size
+            extra += _MARK_BYTES + self.geometry.hidden_size * DTYPE_BYTES[self.dtype]
+        return self.kv_geometry.block_bytes + extra * self.block_size
 
 
 def plan_draft(
@@ -120,8 +120,8 @@ def plan_draft(
                 f"speculation.draft_model: the module that {model_dir.name} brings is served as it is, in the form "
                 f"of DeepSeek-V3 alone; this is {geometry.model_type}, rounded to {speculation.draft_quantization}"
             )
-        draft, kept = module_geometry(geometry), kv_dtype(config.kv.cache_dtype, dtype, geometry, device.type)
-        return DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, True, True)
+        draft, cache_dtype = module_geometry(geometry), kv_dtype(config.kv.cache_dtype, dtype, geometry, device.type)
+        return DraftPlan(folder, draft, dtype, cache_dtype, config.kv.block_size, geometry.vocab_size, True, True)
     draft = read_geometry(folder, speculation.draft_quantization)
     if draft.family == "generic":
         raise ConfigError(
@@ -133,13 +133,13 @@ def plan_draft(
         _check_head(model_dir, geometry, folder, draft)
     else:
         check_vocabulary(model_dir, geometry, folder, draft)
-    kept = kv_dtype(config.kv.cache_dtype, dtype, draft, device.type)
-    plan = DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, head)
+    cache_dtype = kv_dtype(config.kv.cache_dtype, dtype, draft, device.type)
+    plan = DraftPlan(folder, draft, dtype, cache_dtype, config.kv.block_size, geometry.vocab_size, head)
     if device.type == "cpu":
         return plan
     element, graphs = DTYPE_BYTES[dtype], config.engine.cuda_graph_memory_bytes // _GRAPHS_SHARE
-    beside = weight_bytes(folder, draft, element) + step_bytes(draft, element, _MOST_ROWS, FILLED_AT_ONCE)
-    return dataclasses.replace(plan, graph_bytes=graphs, device_bytes=beside + graphs)
+    extra = weight_bytes(folder, draft, element) + step_bytes(draft, element, _MOST_ROWS, FILLED_AT_ONCE)
+    return dataclasses.replace(plan, graph_bytes=graphs, device_bytes=extra + graphs)
 
 
 def _is_head(folder: Path) -> bool:

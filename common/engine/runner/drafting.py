@@ -23,7 +23,7 @@ from cohort.common.types import Attempt, DraftSource
 
 _LEARNED_AT_ONCE = 256
 """Tokens of responses that are taken in after one step: half a millisecond."""
-_FIRST_TRUST, _NEW_TRUST, _TRUSTED = 0.5, 0.15, 0.5
+_INITIAL_CONFIDENCE, _CONFIDENCE_STEP, _CONFIDENT = 0.5, 0.15, 0.5
 """Confidence in lookups: initial value, weight of the latest token, and threshold that keeps the model uncalled."""
 
 
@@ -52,7 +52,7 @@ class _Expectation:
     source: DraftSource = "lookup"
     lookup_token: list[int] = field(default_factory=list)
     """Next token by lookup, or nothing."""
-    confidence: float = _FIRST_TRUST
+    confidence: float = _INITIAL_CONFIDENCE
     """Moving average of how often that was right."""
 
     def propose(self, tokens: list[int], most: int) -> None:
@@ -66,7 +66,7 @@ class _Expectation:
 
     def observe(self, token: int) -> None:
         if self.lookup_token:
-            self.confidence += _NEW_TRUST * ((self.lookup_token[0] == token) - self.confidence)
+            self.confidence += _CONFIDENCE_STEP * ((self.lookup_token[0] == token) - self.confidence)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +100,12 @@ class Drafting:
             if row.drafts and self._uses_model(row.sequence, row.drafts)
         ]
 
-    def drafted(self, rows: Seq[Row], asked: Seq[DraftRow], answers: Seq[list[int]]) -> None:
+    def drafted(self, rows: Seq[Row], requests: Seq[DraftRow], answers: Seq[list[int]]) -> None:
         """Store the model's drafts, which `proposals` then returns."""
-        said = {id(each.chain): tokens for each, tokens in zip(asked, answers, strict=True)}
+        proposed = {id(each.chain): tokens for each, tokens in zip(requests, answers, strict=True)}
         for row in rows:
             expected = self._expected.get(row.sequence)
-            if self.model is not None and expected is not None and (tokens := said.get(id(expected.chain))):
+            if self.model is not None and expected is not None and (tokens := proposed.get(id(expected.chain))):
                 expected.tokens, expected.source = tokens, self.model.source
 
     def _uses_model(self, sequence: Sequence, drafts: int) -> bool:
@@ -117,7 +117,7 @@ class Drafting:
 
     def _is_confident(self, sequence: Sequence) -> bool:
         """Return whether lookups are more reliable for it than a model would be."""
-        return self.model is None or self._expected[sequence].confidence >= _TRUSTED
+        return self.model is None or self._expected[sequence].confidence >= _CONFIDENT
 
     def _draft_request(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
         """Return the request for one row. Drafts are drawn under the same penalties and with their positions' numbers,
@@ -199,8 +199,8 @@ class Drafting:
 
     def forget(self, holds: Callable[[Sequence], bool]) -> None:
         """Forget sequences that the worker no longer holds: an index takes some hundred bytes a token."""
-        if gone := [each for each in self._expected if not holds(each)]:
-            for each in gone:
+        if ended := [each for each in self._expected if not holds(each)]:
+            for each in ended:
                 del self._expected[each]
 
 

@@ -235,7 +235,7 @@ class ModelRunner:
             self._sampled = launched.output.tokens
         return launched
 
-    def copies_elsewhere(self, copies: Sequence[KvCopy]) -> AbstractContextManager[None]:
+    def remote_copies(self, copies: Sequence[KvCopy]) -> AbstractContextManager[None]:
         """Return a context in which a plan's copies are made by the other ranks too, and its rows come after them."""
         return nullcontext() if self._group is None or not copies else self._group.copies(copies)
 
@@ -262,10 +262,10 @@ class ModelRunner:
             self._grammars.prepare(batch.grammars)
         with torch.inference_mode():
             steps = None if batch.scoring else self._device_steps
-            begun = Done(self._execute(batch)) if steps is None else steps.launch(batch, lambda: self._masks(batch))
+            started = Done(self._execute(batch)) if steps is None else steps.launch(batch, lambda: self._masks(batch))
             if self.drafter is not None:
                 self.drafter.ran(batch)
-            return begun
+            return started
 
     def _in_halves(self, batch: StepBatch) -> StepOutput:
         """Run the rows in two halves, if the device refuses memory although admission should prevent it."""
@@ -409,7 +409,7 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
         reserved = (
-            step_bytes(self._step_geometry, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
+            step_bytes(self._step_geometry, element, self.max_rows, self.max_step_tokens) + share.graphs + share.draft
         )
         if self.ranks is not None:
             reserved += exchange_bytes(self.geometry, element, self.max_rows, self.max_step_tokens)
@@ -432,7 +432,7 @@ class ModelRunner:
             kv_mebibytes=wanted >> 20,
             configured_mebibytes=share.most_kv >> 20,
         )
-        block_bytes = self._block_geometry(self._rank_geometry).block_bytes + share.beside_block
+        block_bytes = self._block_geometry(self._rank_geometry).block_bytes + share.draft_block
         blocks = wanted // block_bytes - 1  # one is the spare block
         if blocks < 2:
             raise ConfigError(

@@ -201,7 +201,7 @@ class StepBatch:
         if self.drafts is not None:
             each = 1 + self.drafts[self.sample_rows]
             inside = np.repeat((self.sample_rows >= first) & (self.sample_rows < end), each)
-            sampling = tuple(row for row, kept in zip(sampling, inside.tolist(), strict=True) if kept)
+            sampling = tuple(row for row, is_inside in zip(sampling, inside.tolist(), strict=True) if is_inside)
         else:
             sampling = tuple(sampling[i] for i in sampled)
         return StepBatch(

@@ -21,7 +21,7 @@ from cohort.common.policies.padding import row_padding
 from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from cohort.common.sequence import Row, Sequence
 
-_KEPT = 64
+_SPARE_ROWS = 64
 """Sequences beyond twice a step's rows that may be stored before those without a row are forgotten."""
 
 Int64s = npt.NDArray[np.int64]
@@ -104,11 +104,11 @@ class BatchBuilder:
         """Sampling of these rows, if nothing is drawn for any of them."""
 
     def build(
-        self, plan: IterationPlan, behind: Seq[Sequence] | None = None, proposals: Seq[list[int]] | None = None
+        self, plan: IterationPlan, in_flight: Seq[Sequence] | None = None, proposals: Seq[list[int]] | None = None
     ) -> tuple[StepBatch, list[Sequence]]:
         """Return the batch of `plan.rows`, and the sequences whose next token it samples, in the order of
         `sample_rows`. With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its
-        blocks reach. `behind`: the sequences that the step in flight samples, in its order, for a plan that was made
+        blocks reach. `in_flight`: the sequences that the step in flight samples, in its order, for a plan that was made
         ahead. `proposals`: drafts for each of the rows, of a plan of decode rows; rows with some come first (R14)."""
         kv, rows = self._kv, plan.rows
         if proposals is not None:
@@ -118,7 +118,7 @@ class BatchBuilder:
         sequences = [row.sequence for row in rows]
         row_counts = [row.count for row in rows]
         single = proposals is None and max(row_counts, default=1) == 1 and not plan.padded_to
-        if behind is not None and single and self._starts is not None and sequences == self._sequences:
+        if in_flight is not None and single and self._starts is not None and sequences == self._sequences:
             starts = self._starts + 1
         else:
             starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -137,7 +137,7 @@ class BatchBuilder:
         self._stand(plan, sequences, starts if single else None, width)
         tables = self._tables[self._slots, :width]
         directions = self._directions(sequences, context_lens) if self._directed else None
-        sources = None if behind is None else _sources(sequences, behind)
+        sources = None if in_flight is None else _sources(sequences, in_flight)
         token_ids: Int64s
         if sources is not None and single and bool((sources >= 0).all()):
             token_ids = np.zeros(number, dtype=np.int64)
@@ -264,17 +264,17 @@ class BatchBuilder:
 
     def _enter(self, sequences: list[Sequence]) -> None:
         standing = self._standing
-        if len(standing) > 2 * len(sequences) + _KEPT:
+        if len(standing) > 2 * len(sequences) + _SPARE_ROWS:
             present = set(sequences)
-            for gone in [each for each in standing if each not in present]:
-                self._free.append(standing.pop(gone).slot)
+            for ended in [each for each in standing if each not in present]:
+                self._free.append(standing.pop(ended).slot)
         rows = []
         for sequence in sequences:
             found = standing.get(sequence)
             if found is None:
                 if not self._free:
                     held = len(self._tables)
-                    self._grow(rows=max(_KEPT, held))
+                    self._grow(rows=max(_SPARE_ROWS, held))
                     self._free = list(range(len(self._tables) - 1, held - 1, -1))
                 found = standing[sequence] = _Standing(self._free.pop(), sequence, next(self._numbers))
             rows.append(found)
@@ -299,11 +299,11 @@ class BatchBuilder:
         return directions
 
 
-def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
-    """Return the index of each sequence in `behind`; -1: its tokens are known."""
-    if sequences == behind:  # none has left, and no prompt has come to its end
+def _sources(sequences: list[Sequence], in_flight: Seq[Sequence]) -> Int64s:
+    """Return the index of each sequence in `in_flight`; -1: its tokens are known."""
+    if sequences == in_flight:  # none has left, and no prompt has come to its end
         return np.arange(len(sequences), dtype=np.int64)
-    places = {sequence: index for index, sequence in enumerate(behind)}
+    places = {sequence: index for index, sequence in enumerate(in_flight)}
     return np.array([places.get(sequence, -1) for sequence in sequences], dtype=np.int64)
 
 

@@ -145,8 +145,8 @@ def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
                 seen = row.history.seen_with(row.ahead)
                 add(index, 0, seen, np.full(len(seen), row.repetition_penalty, np.float32))
             if row.presence_penalty != 0.0 or row.frequency_penalty != 0.0:
-                said, often = row.history.output_counts_with(row.ahead)
-                add(index, 1, said, row.presence_penalty + row.frequency_penalty * often)
+                tokens, repeats = row.history.output_counts_with(row.ahead)
+                add(index, 1, tokens, row.presence_penalty + row.frequency_penalty * repeats)
         if row.logit_bias is not None:
             add(index, 2, *row.logit_bias.within(vocabulary))
         if row.banned and row.grammar is None:  # a grammar's mask has them in it

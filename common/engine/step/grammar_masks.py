@@ -101,12 +101,12 @@ class GrammarMasks:
             if not row.ahead or (isinstance(inputs.matcher, Matcher) and inputs.matcher.broken):
                 inputs.matcher = None
             return failure
-        kept = bits.copy()
+        saved = bits.copy()
         for token in row.banned:
             if 0 <= token < self._words * _WORD_BITS:
                 bits[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
         if not bits.any():
-            bits[:] = kept
+            bits[:] = saved
         return ""
 
     def _mask(self, matcher: Matcher, bits: Int32Array) -> None:

@@ -90,9 +90,9 @@ def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
         values = logits[ids]
         logits[ids] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
     if row.presence_penalty != 0.0 or row.frequency_penalty != 0.0:
-        said, counts = history.output_counts_with(row.ahead)
+        tokens, counts = history.output_counts_with(row.ahead)
         penalty = row.presence_penalty + row.frequency_penalty * counts
-        logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
+        logits[torch.from_numpy(tokens).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
 
 
 def _sample(logits: Tensor, row: SamplingRow) -> int:

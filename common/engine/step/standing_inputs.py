@@ -90,13 +90,13 @@ def awaited_tokens(token_source: Int64Array) -> tuple[Int64Array, Int64Array]:
     return token_source[places], places
 
 
-def fill_sources(batch: StepBatch, numbers: Numbers, gap: int = 0, behind: int = 0) -> int:
-    """Write `awaited_tokens`, and return how many. `gap`: tokens between the batch's first `behind` and the others."""
+def fill_sources(batch: StepBatch, numbers: Numbers, gap: int = 0, gap_at: int = 0) -> int:
+    """Write `awaited_tokens`, and return how many. `gap`: tokens between the batch's first `gap_at` and the others."""
     if batch.token_source is None:
         return 0
     sources, places = awaited_tokens(batch.token_source)
     numbers["sources"][: len(sources)] = sources
-    numbers["places"][: len(places)] = places + gap * (places >= behind)
+    numbers["places"][: len(places)] = places + gap * (places >= gap_at)
     return len(sources)
 
 

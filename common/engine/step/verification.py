@@ -33,7 +33,7 @@ def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput
     failures: dict[int, str] = {}
     counts, place = [], 0
     for drafted in _drafts_of(batch):
-        begun = len(tokens)
+        start = len(tokens)
         for offset in range(len(drafted) + 1):
             row = batch.sampling[place + offset]
             sampled = sample(
@@ -45,14 +45,14 @@ def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput
             logprobs.append(sampled.logprobs[0])
             if sampled.failures or (offset < len(drafted) and tokens[-1] != drafted[offset]):
                 break
-        counts.append(len(tokens) - begun)
+        counts.append(len(tokens) - start)
         place += len(drafted) + 1
     return StepOutput(np.array(tokens, dtype=np.int64), tuple(logprobs), failures=failures, counts=tuple(counts))
 
 
 def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
     """Return the correct tokens of a batch whose tokens were all sampled at once."""
-    kept: list[int] = []
+    accepted: list[int] = []
     failures: dict[int, str] = {}
     counts, place = [], 0
     sampled = output.tokens.tolist()
@@ -63,11 +63,11 @@ def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
         ):
             right += 1
         if failure := output.failures.get(place + right):
-            failures[len(kept) + right] = failure
-        kept.extend(range(place, place + right + 1))
+            failures[len(accepted) + right] = failure
+        accepted.extend(range(place, place + right + 1))
         counts.append(right + 1)
         place += len(drafted) + 1
-    tokens, logprobs = output.tokens[kept], tuple([output.logprobs[index] for index in kept])
+    tokens, logprobs = output.tokens[accepted], tuple([output.logprobs[index] for index in accepted])
     return StepOutput(tokens, logprobs, output.scores, failures, tuple(counts))
 
 

@@ -197,7 +197,7 @@ class TransferAgent:
                 self._free(sending.message, self._send_slots)
             ended(sending, error)
 
-        at_once, left = asyncio.Semaphore(self._runs_at_once), "aborted"
+        at_once, outcome = asyncio.Semaphore(self._runs_at_once), "aborted"
         try:
             async with self._announcing.setdefault(effect.lease_id, asyncio.Lock()):
                 sums = await self._prepare([sending.message for sending in sendings])
@@ -209,11 +209,11 @@ class TransferAgent:
         except asyncio.CancelledError:
             self._metrics.failures(effect.link, "aborted").inc()
         except TransferError as failure:  # before anything was announced
-            left = self._failed(effect.link, failure)
+            outcome = self._failed(effect.link, failure)
         finally:
             for sending in list(unreported):
                 self._free(sending.message, self._send_slots)
-                ended(sending, left)
+                ended(sending, outcome)
 
     async def _push(self, effect: SendRuns, sending: _Sending) -> None:
         """Send a message, once the bytes under way to this peer leave room for it."""
@@ -310,12 +310,12 @@ class TransferAgent:
         waits = self._arriving.setdefault(peer, set())
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._run_timeout_s) as patience:
-                waits.add(patience)
+            async with asyncio.timeout(self._run_timeout_s) as timeout:
+                waits.add(timeout)
                 try:
                     await link.receive(tag, buffer, timeout_s=_RECEIVE_TIMEOUTS * self._run_timeout_s)
                 finally:
-                    waits.discard(patience)
+                    waits.discard(timeout)
         except TimeoutError:
             raise TransferTimeout(f"{link.name}: nothing arrived for {self._run_timeout_s} s") from None
         finally:
@@ -490,11 +490,11 @@ class LinkRates:
     """
 
     def __init__(
-        self, run_timeout_s: float, now_s: Callable[[], float], tell: Callable[[str, str, float], None]
+        self, run_timeout_s: float, now_s: Callable[[], float], publish: Callable[[str, str, float], None]
     ) -> None:
-        """`tell(peer, link, bytes_per_s)`: a rate is known, or differs from the last one reported."""
+        """`publish(peer, link, bytes_per_s)`: a rate is known, or differs from the last one reported."""
         self._window_s = WINDOW_SHARE * run_timeout_s
-        self._now_s, self._publish = now_s, tell
+        self._now_s, self._publish = now_s, publish
         self._peers: dict[tuple[str, str], _Peer] = {}
 
     def rate(self, peer: str, link: str) -> float:
@@ -528,8 +528,8 @@ class LinkRates:
         known.under_way -= nbytes
         if arrived:
             known.bytes += nbytes
-            kept = 0.5 ** (nbytes / MEMORY_BYTES)
-            known.bytes, known.seconds = known.bytes * kept, known.seconds * kept
+            decay = 0.5 ** (nbytes / MEMORY_BYTES)
+            known.bytes, known.seconds = known.bytes * decay, known.seconds * decay
         elif known.under_way == 0 and known.bytes == 0.0:
             known.seconds = 0.0  # nothing has ever arrived: a dead peer is not a slow link
         rate = known.rate

@@ -48,15 +48,15 @@ def matrix(
     ):
         return files.read_rows(names, rows, (inputs,), dtype, device)
     parts = [files.read_quantized(name, outputs, inputs, device) for name, outputs in zip(names, rows, strict=True)]
-    kept = [
+    coded = [
         placed
         for part in parts
         if isinstance(part, QuantizedWeight)
         and keeps_codes(device.type, number, part.layout, checkpoint=checkpoint)
         and packs_codes(placed := part.on(device))
     ]
-    if len(kept) == len(parts):
-        return kept
+    if len(coded) == len(parts):
+        return coded
     if device.type != "cpu":  # by way of staging memory
         return files.read_rows(names, rows, (inputs,), dtype, device)
     return _numbers(files, parts, names, rows, inputs, dtype, device)

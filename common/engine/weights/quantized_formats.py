@@ -214,8 +214,8 @@ def _spread(scales: Tensor, outputs: int, inputs: int, scheme: WeightScheme) -> 
         return values.reshape(outputs, 1).contiguous(), inputs
     elif scheme.group and tuple(values.shape) == (outputs, -(-inputs // scheme.group)):
         return values.contiguous(), scheme.group
-    told = f"blocks of {scheme.block}" if scheme.block else f"groups of {scheme.group}" if scheme.group else "channels"
-    raise ModelError(f"scales of shape {tuple(scales.shape)} for a weight of {(outputs, inputs)} in {told}")
+    unit = f"blocks of {scheme.block}" if scheme.block else f"groups of {scheme.group}" if scheme.group else "channels"
+    raise ModelError(f"scales of shape {tuple(scales.shape)} for a weight of {(outputs, inputs)} in {unit}")
 
 
 def _bytes(words: Tensor) -> Tensor:

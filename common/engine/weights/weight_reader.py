@@ -57,7 +57,7 @@ class Progress:
         """`total_bytes`: of all tensors in the files; some may never be read."""
         self._total, self._now_s = total_bytes, now_s
         self._lock = threading.Lock()
-        self._begun_s = self._logged_s = now_s()
+        self._started_s = self._logged_s = now_s()
         self._done = 0
 
     def add(self, num_bytes: int) -> None:
@@ -77,12 +77,12 @@ class Progress:
         log.info(
             "weights read",
             gigabytes=round(self._done / 1e9, 2),
-            seconds=round(now_s - self._begun_s, 2),
+            seconds=round(now_s - self._started_s, 2),
             gigabytes_per_s=self._rate(self._done, now_s),
         )
 
     def _rate(self, done: int, now_s: float) -> float:
-        return round(done / 1e9 / max(1e-9, now_s - self._begun_s), 2)
+        return round(done / 1e9 / max(1e-9, now_s - self._started_s), 2)
 
 
 @dataclass(slots=True)

@@ -160,8 +160,8 @@ def pipeline_id(config: Config) -> str:
     """Return an id that only this pipeline's workers share: a hash of the manager's address and the cluster's key."""
     file = config.security.curve_secret_key_file
     key = Path(file).read_bytes() if file and Path(file).is_file() else b""
-    told = f"{config.endpoints.manager} {config.gateway.port}".encode()
-    return hashlib.sha256(told + key).hexdigest()[:16]
+    identity = f"{config.endpoints.manager} {config.gateway.port}".encode()
+    return hashlib.sha256(identity + key).hexdigest()[:16]
 
 
 async def claim_device(
@@ -174,17 +174,17 @@ async def claim_device(
     device = await in_engine(executor, checked_device, config)
     own_role = config.worker_role(instance, default_role)
     degree = await in_engine(executor, worker_degree, config, instance, own_role)
-    here = max(1, degree // config.worker_group(instance, own_role).hosts)
+    local = max(1, degree // config.worker_group(instance, own_role).hosts)
     if device.type != "cuda":
-        return WorkerDevice(device, own_role, others=((device, None),) * (here - 1), remote_ranks=degree - here)
+        return WorkerDevice(device, own_role, others=((device, None),) * (local - 1), remote_ranks=degree - local)
     gpus = await in_engine(executor, torch_gpus)
     able = await in_engine(executor, candidates, config, device, gpus, degree)
     claims = DeviceClaims(Path(config.engine.claim_dir) if config.engine.claim_dir else paths.cache_dir() / "claims")
-    wish = share_request(config, instance, own_role, len(able))
-    waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, here)
+    request = share_request(config, instance, own_role, len(able))
+    waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, request, local)
     while not held:
         if waited_s >= config.engine.claim_wait_s:
-            raise NoDeviceLeft(claims.why_not(able, wish))
+            raise NoDeviceLeft(claims.why_not(able, request))
         if waited_s == 0.0:
             log.warning("waiting for a share of a GPU", longest_s=config.engine.claim_wait_s)
         pause_s = min(pause_s, config.engine.claim_wait_s - waited_s)
@@ -192,7 +192,7 @@ async def claim_device(
             await asyncio.wait_for(stopping.wait(), pause_s)
         except TimeoutError:
             waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
-            held = take_together(claims, able, wish, here)
+            held = take_together(claims, able, request, local)
         else:
             return None
     for gpu, share in held:
@@ -202,27 +202,27 @@ async def claim_device(
             index=gpu.index,
             uuid=gpu.uuid,
             share=share.share,
-            sharers=wish.sharers,
+            sharers=request.sharers,
             role=share.role.value,
         )
     (first, claim), *others = [(torch.device("cuda", gpu.index), share) for gpu, share in held]
-    return WorkerDevice(first, claim.role, wish.sharers, claim, tuple(others), degree - here)
+    return WorkerDevice(first, claim.role, request.sharers, claim, tuple(others), degree - local)
 
 
-def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: ShareRequest, degree: int) -> list[Claimed]:
+def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], request: ShareRequest, degree: int) -> list[Claimed]:
     """Return a share of each of `degree` GPUs, or none: two workers that held parts would wait for each other."""
     held: list[Claimed] = []
-    if not isinstance(wish.role, Role):  # every worker of the plan claims as often
-        wish = dataclasses.replace(wish, role=tuple(wish.role) * degree)
+    if not isinstance(request.role, Role):  # every worker of the plan claims as often
+        request = dataclasses.replace(request, role=tuple(request.role) * degree)
     while len(held) < degree:
-        left = [gpu for gpu in gpus if all(gpu is not taken.gpu for taken in held)]
-        share = claims.take(left, wish)
+        free = [gpu for gpu in gpus if all(gpu is not taken.gpu for taken in held)]
+        share = claims.take(free, request)
         if share is None:
             for taken in held:
                 taken.share.release()
             return []
-        held.append(Claimed(left[share.gpu], share))
-        wish = dataclasses.replace(wish, role=share.role)
+        held.append(Claimed(free[share.gpu], share))
+        request = dataclasses.replace(request, role=share.role)
     return held
 
 

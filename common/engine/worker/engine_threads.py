@@ -139,7 +139,7 @@ class EngineThreads:
             at_it()
         step: Launched | Done | None = None
         try:
-            with self._runner.copies_elsewhere(plan.copies), self._copier.around(plan.copies):
+            with self._runner.remote_copies(plan.copies), self._copier.around(plan.copies):
                 if batch.num_rows:
                     self._gaps.on_start()
                     try:
@@ -179,9 +179,9 @@ def _set(launched: asyncio.Future[None]) -> None:
 class LoraLoader:
     """Loader of LoRA adapters during steps: a thread reads one after the other, the event loop lets steps use them."""
 
-    def __init__(self, store: LoraStore, tell: Callable[[AdapterLoaded | AdapterFailed], object]) -> None:
+    def __init__(self, store: LoraStore, report: Callable[[AdapterLoaded | AdapterFailed], object]) -> None:
         self._store = store
-        self._report = tell
+        self._report = report
         # One OpenMP thread: the steps have the cores.
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="lora", initializer=torch.set_num_threads, initargs=(1,)

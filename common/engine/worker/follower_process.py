@@ -3,7 +3,7 @@
     python -m cohort.common.engine.worker.follower_process PARENT_PID CONTROL_FD ORDERS_FD STORE_FD
     python -m cohort.common.engine.worker.follower_process PARENT_PID PLACE     (on another host; `rank_hosts.Place`)
 
-Started by `followers`, and on another host by `services/rank_host`, which is such a rank itself (`follow_elsewhere`).
+Started by `followers`, and on another host by `services/rank_host`, which is such a rank itself (`follow_remote`).
 It has no inbox, no metrics and no clients: rank 0 is the worker. It ends when rank 0 does, however that ends, and takes
 no signal that is meant for the worker.
 """
@@ -63,7 +63,7 @@ _SWITCH_INTERVAL_S = 2e-4  # as in a worker: the thread that moves blocks gives 
 def main(arguments: list[str]) -> NoReturn:
     exit_with_parent(int(arguments[0]))
     if len(arguments) == 2:
-        follow_elsewhere(msgspec.json.decode(arguments[1], type=Place))
+        follow_remote(msgspec.json.decode(arguments[1], type=Place))
     _take_no_signals()
     control, orders, store = (socket.socket(fileno=int(each)) for each in arguments[1:])
     try:
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(1)
 
 
-def follow_elsewhere(place: Place) -> NoReturn:
+def follow_remote(place: Place) -> NoReturn:
     """Run a rank whose rank 0 is on another host, from its first message on. Exit codes: 0 the worker has ended in
     order, 1 its rank 0 is lost, or never came, 2 it refuses this rank."""
     configure_logging(place.logging, service="rank", instance=f"rank-{place.join.rank}")

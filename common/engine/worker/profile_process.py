@@ -120,7 +120,7 @@ def measure(
     """Time each shape that fits the cache. Overwrites the cache's first blocks, so nothing may be served meanwhile. All
     shapes run in turn, round by round, so that whatever else the machine does hits all alike. After `budget_s` no
     further round begins; one is always measured, after one that only fills caches (on a processor of short steps)."""
-    begun_s, steps = clock(), []
+    start_s, steps = clock(), []
     on_processor = runner.device.type == "cpu"
     for shape in shapes:
         batch = step_batch(
@@ -132,7 +132,7 @@ def measure(
                 runner.execute(batch)  # its caches and allocations are not the step's cost
     seconds: list[list[float]] = [[] for _ in steps]
     for round_ in range(repeats):
-        if round_ and clock() - begun_s > budget_s:
+        if round_ and clock() - start_s > budget_s:
             break
         for (_, batch), times in zip(steps, seconds, strict=True):
             started_s = clock()
@@ -143,8 +143,8 @@ def measure(
 
 def point_of(shape: StepShape, seconds: Sequence[float]) -> StepPoint:
     """Return the statistics of one shape's runs. Raises `statistics.StatisticsError` without any."""
-    kept = sorted(seconds)[: max(1, len(seconds) - 1)]
-    scatter = statistics.stdev(kept) / statistics.fmean(kept) if len(kept) > 1 else 0.0
+    fastest = sorted(seconds)[: max(1, len(seconds) - 1)]
+    scatter = statistics.stdev(fastest) / statistics.fmean(fastest) if len(fastest) > 1 else 0.0
     return StepPoint(shape, statistics.median(seconds), min(seconds), len(seconds), scatter)
 
 

@@ -132,8 +132,8 @@ def load_runner(
     if degree > 1:
         check_divided(config, model_dir, geometry, degree)
         geometry = RankShare(geometry, 0, degree).own
-    kept = kv_dtype(config.kv.cache_dtype, dtype, whole, device.type)
-    block = geometry.kv_geometry(kept, config.kv.block_size)
+    cache_dtype = kv_dtype(config.kv.cache_dtype, dtype, whole, device.type)
+    block = geometry.kv_geometry(cache_dtype, config.kv.block_size)
     block_bytes = (in_groups(block, geometry.sliding_windows) if grouped else block).block_bytes * degree
     draft = plan_draft(config, model_dir, whole, dtype=dtype, device=device, degree=degree)
     memory_bytes = config.kv.memory_bytes
@@ -175,7 +175,7 @@ def load_runner(
         batch_invariant=config.engine.batch_invariant,
     )
     if draft is not None:
-        share = dataclasses.replace(shared.share, beside=draft.device_bytes, beside_block=draft.block_bytes)
+        share = dataclasses.replace(shared.share, draft=draft.device_bytes, draft_block=draft.block_bytes)
         options = msgspec.structs.replace(options, share=share)
     runner = ModelRunner(model_dir, options, group, followers)
     if draft is not None:
@@ -212,7 +212,7 @@ async def open_worker_links(
         endpoint,
         str(config.security.curve_secret_key_file),
         config.transfer.plain_links_allowed,
-        exposure.stays_here(config),
+        exposure.is_one_machine(config),
         config.transfer.ucx.tls,
         config.transfer.ucx.net_devices,
     )
@@ -347,16 +347,16 @@ async def _serve(
     machine = WorkerMachine(setup, scheduler, kv, random.Random(seed))
     learned = _learned_state(context, runner, machine, threads, own.degree)
     start = learned.imported if learned is not None else b""
-    told = guarded(context, recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start)))
-    told = traced(context, told, WorkerSpans)
-    loop = WorkerLoop(context, host, links, machine, told, learned, engine)
+    handler = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
+    handler = traced(context, guarded(context, handler), WorkerSpans)
+    loop = WorkerLoop(context, host, links, machine, handler, learned, engine)
     facts = msgspec.to_builtins(capacity.engine)
     context.facts, context.warnings = (lambda: facts), (lambda: warnings)
     context.log.info(
         "worker ready",
         role=role.value,
         device=capacity.device,
-        **{f"engine_{name}": word for name, word in facts.items()},
+        **{f"engine_{name}": fact for name, fact in facts.items()},
         threads=threads,
         seconds=round(time.monotonic() - started, 2),
         kv_blocks=capacity.num_blocks,

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from cohort.common.config import Config, load_config
-from cohort.common.devices.division import divide, left_open, resolve_division
+from cohort.common.devices.division import auto_counts, divide, resolve_division
 from cohort.common.types import Role
 
 
 def box(preset: str, **engine: object) -> Config:
-    return left_open(load_config(preset=preset, overrides={"engine": {"device": "cuda", **engine}}))
+    return auto_counts(load_config(preset=preset, overrides={"engine": {"device": "cuda", **engine}}))
 
 
 def counts(config: Config, visible: int) -> dict[str, int]:

@@ -173,7 +173,7 @@ def test_swapped_blocks_come_back_on_every_rank(group: tuple[ModelRunner, Path])
         KvCopy("in", "block", gone, blank),
     ]
     for copy in copies:
-        with runner.copies_elsewhere([copy]):
+        with runner.remote_copies([copy]):
             pairs = zip(copy.device, copy.host, strict=True)
             if copy.direction == "out":
                 runner.kv.copy_out(list(pairs))

@@ -28,7 +28,7 @@ from cohort.common.config import Config, load_config, nested
 from cohort.common.errors import ConfigError
 from cohort.common.policies import settings
 
-Kept = TypeVar("Kept")
+Item = TypeVar("Item")
 
 OUTPUT_RATE = "output tokens/s"
 _RATES = {OUTPUT_RATE: "output_tokens_per_s", "prompt tokens/s": "prompt_tokens_per_s", "requests/s": "requests_per_s"}
@@ -118,11 +118,11 @@ def cells(
     found: list[Cell] = []
     checked: set[tuple[str, str]] = set()
     for workload in _named("workload", workloads or usually, spec.workloads):
-        asked = spec.workloads[workload]
-        for load in loads or asked.loads or spec.loads:
+        traffic = spec.workloads[workload]
+        for load in loads or traffic.loads or spec.loads:
             for seed in seeds or spec.seeds:
                 for system in _named("system", systems or usual, spec.systems):
-                    if asked.only and system not in asked.only:
+                    if traffic.only and system not in traffic.only:
                         continue
                     compared = spec.systems[system]
                     cell = Cell(
@@ -130,15 +130,15 @@ def cells(
                         load=load,
                         seed=seed,
                         system=system,
-                        traffic=asked,
+                        traffic=traffic,
                         compared=compared,
-                        model=asked.model or spec.model,
-                        cluster=cluster or asked.cluster or spec.cluster,
-                        duration_s=asked.duration_s or spec.duration_s,
-                        horizon_s=asked.horizon_s or spec.horizon_s,
+                        model=traffic.model or spec.model,
+                        cluster=cluster or traffic.cluster or spec.cluster,
+                        duration_s=traffic.duration_s or spec.duration_s,
+                        horizon_s=traffic.horizon_s or spec.horizon_s,
                         predictor=spec.predictor,
                         predictor_sigma=spec.predictor_sigma,
-                        options={**spec.set, **asked.set, **compared.set, **(over or {})},
+                        options={**spec.set, **traffic.set, **compared.set, **(over or {})},
                         live=live or UNSET,
                     )
                     if (workload, system) not in checked:  # loads and seeds change no option
@@ -167,7 +167,7 @@ def read_results(path: Path | None) -> dict[str, CellResult]:
     return {result.digest: result for result in read_lines(path, CellResult, "cohort compare")}
 
 
-def read_lines(path: Path | None, kind: type[Kept], command: str) -> list[Kept]:
+def read_lines(path: Path | None, kind: type[Item], command: str) -> list[Item]:
     """Read a results file; [] where there is none. A half-written last line is cut off. Raises `ConfigError`."""
     if path is None or not path.exists():
         return []
@@ -189,7 +189,7 @@ def append_line(path: Path, result: msgspec.Struct) -> None:
         file.write(msgspec.json.encode(result) + b"\n")
 
 
-def in_processes(jobs: int, function: Callable[..., Kept], calls: Iterable[tuple[Any, ...]]) -> Iterator[Kept]:
+def in_processes(jobs: int, function: Callable[..., Item], calls: Iterable[tuple[Any, ...]]) -> Iterator[Item]:
     """Yield the results of the calls as they are done, by `jobs` processes, or in this one if `jobs` is 1."""
     if jobs == 1:
         yield from starmap(function, calls)
@@ -204,7 +204,7 @@ def in_processes(jobs: int, function: Callable[..., Kept], calls: Iterable[tuple
 
 
 def run(
-    asked: Sequence[Cell],
+    requested: Sequence[Cell],
     results: Path | None,
     jobs: int,
     progress: Callable[[str], None],
@@ -213,8 +213,8 @@ def run(
     """Return the results of all cells in their order; those in the file are not run again. `measure` must be a function
     of a module, for the other processes of several `jobs`."""
     known = read_results(results)
-    missing = [cell for cell in asked if cell.digest not in known]
-    progress(f"{len(asked)} runs, {len(asked) - len(missing)} of them known")
+    missing = [cell for cell in requested if cell.digest not in known]
+    progress(f"{len(requested)} runs, {len(requested) - len(missing)} of them known")
     for done, result in enumerate(in_processes(jobs, measure, [(cell,) for cell in missing]), 1):
         known[result.digest] = result
         if results is not None:
@@ -224,7 +224,7 @@ def run(
             share += f", {result.numbers[OUTPUT_RATE]:.4g} {OUTPUT_RATE}"
         label = f"{result.workload} at {result.load:g}, seed {result.seed}: {result.system}"
         progress(f"{done}/{len(missing)}  {label}  {share}")
-    return [known[cell.digest] for cell in asked]
+    return [known[cell.digest] for cell in requested]
 
 
 def columns_of(report: Mapping[str, Any]) -> dict[str, float]:

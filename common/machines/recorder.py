@@ -112,13 +112,13 @@ class Recorded(Generic[Event, Effect]):
         write(msgspec.json.encode(header) + b"\n")
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        told = msgspec.Raw(msgspec.json.encode(events))  # before they are handled: a machine keeps what it is given
+        encoded = msgspec.Raw(msgspec.json.encode(events))  # before they are handled: a machine keeps what it is given
         try:
             effects = self._handle(now_s, *events)
         except Exception as error:
-            self._note(Call(now_s, told, [], describe_error(error)))
+            self._note(Call(now_s, encoded, [], describe_error(error)))
             raise
-        self._note(Call(now_s, told, describe(effects)))
+        self._note(Call(now_s, encoded, describe(effects)))
         return effects
 
     def _note(self, call: Call) -> None:

@@ -100,17 +100,17 @@ class Replay:
 def replay(path: Path) -> Replayed:
     """Replay until the first difference. Raises `ConfigError` for a file that is no recording."""
     replayed = Replay(path)
-    told = plans = rows = effects = 0
+    calls = plans = rows = effects = 0
     difference = ""
     for step in replayed.steps():
-        told += 1
+        calls += 1
         found = step.replayed.effects
-        begun = [effect for effect in found if effect.startswith("StartStep ")]
-        plans, effects = plans + len(begun), effects + len(found)
-        rows += sum(_ROW.search(part) is not None for text in begun for part in text.split("; "))
+        started = [effect for effect in found if effect.startswith("StartStep ")]
+        plans, effects = plans + len(started), effects + len(found)
+        rows += sum(_ROW.search(part) is not None for text in started for part in text.split("; "))
         if difference := step.difference:
             break
-    return Replayed(replayed.instance, told, plans, rows, effects, difference, replayed.machine)
+    return Replayed(replayed.instance, calls, plans, rows, effects, difference, replayed.machine)
 
 
 def _build(header: Header) -> tuple[str, Machine[Any, Any], Any]:

@@ -50,7 +50,7 @@ _ERROR_WEIGHT = 0.35
 _CALM_S = 150.0
 _CALM_LOAD = 0.1
 """Share of the load: a smaller change counts as none."""
-_KEPT_DECISIONS = 64
+_MAX_DECISIONS = 64
 _MOST_LOG_ERROR = 3.0
 _MOST_PACE = 4.0
 _LASTS_S = 300.0
@@ -163,7 +163,7 @@ class PlannerMachine:
     def __init__(self, settings: PlannerSettings, now_s: float) -> None:
         self.settings = settings
         self.budget = Budget(settings.cpu_share, now_s)
-        self.decisions: deque[PlanDecision] = deque(maxlen=_KEPT_DECISIONS)
+        self.decisions: deque[PlanDecision] = deque(maxlen=_MAX_DECISIONS)
         self.counts: Counter[str] = Counter()
         """Decisions by action, and verdicts by name."""
         self.error: float | None = None
@@ -260,8 +260,8 @@ class PlannerMachine:
         self._next_s = now_s + settings.interval_s
         unjudged = None if settling else self._unjudged
         # An error is learned, and a change judged, of what has come; a decision is about what will.
-        looks_ahead = self.error is not None and unjudged is None
-        replay = self._window.latest(now_s, settings.ahead_s if looks_ahead else 0.0)
+        forecasts = self.error is not None and unjudged is None
+        replay = self._window.latest(now_s, settings.ahead_s if forecasts else 0.0)
         seen, start_s = replay.seen, replay.start_s
         former = () if unjudged is None else (unjudged.before,)
         bounds = msgspec.structs.replace(
@@ -301,22 +301,22 @@ class PlannerMachine:
 
     def _evaluated(self, now_s: float, answer: Answer) -> None:
         self.budget.spend(answer.cpu_s)
-        asked, shape = self._round, self.shape
-        if asked is None or asked.job.round != answer.round or shape is None:
+        round_, shape = self._round, self.shape
+        if round_ is None or round_.job.round != answer.round or shape is None:
             return
         self._round = None
         if answer.failure or not answer.foreseen or answer.foreseen[0].shape != shape:
             self.counts["rounds_failed"] += 1
             return
-        shares = {each.shape: self._share(asked, each.timings) for each in answer.foreseen}
-        self._learn_error(asked, answer.foreseen[0])
-        self._note_beaten(now_s, shape, asked.job, shares)
+        shares = {each.shape: self._share(round_, each.timings) for each in answer.foreseen}
+        self._learn_error(round_, answer.foreseen[0])
+        self._note_beaten(now_s, shape, round_.job, shares)
         self.predicted = shares[shape]
-        if self._unjudged is not None and not asked.settling and self._judge(now_s, asked, shares):
+        if self._unjudged is not None and not round_.settling and self._judge(now_s, round_, shares):
             return
         self._calm = None
         if self._other_since_s is None and self.error is not None:
-            self._decide(now_s, asked, shares)
+            self._decide(now_s, round_, shares)
 
     def _is_calm(self, now_s: float, load: float) -> bool:
         """Return whether the load is nearly that of a recent round that wanted nothing. This round would want nothing
@@ -333,18 +333,18 @@ class PlannerMachine:
         lost = [each for each in lost if each.devices <= present.devices and each not in job.keep]
         self._beaten.note(now_s, load_of(job.requests), lost)
 
-    def _share(self, asked: _Round, timings: Sequence[Timing]) -> float:
+    def _share(self, round_: _Round, timings: Sequence[Timing]) -> float:
         """Return the simulated share served in time of the judged requests; 1 without any."""
-        job = asked.job
+        job = round_.job
         pairs = list(zip(job.requests, timings, strict=True))[job.judged_from :]
         return _mean([in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs])
 
-    def _learn_error(self, asked: _Round, present: Foreseen) -> None:
+    def _learn_error(self, round_: _Round, present: Foreseen) -> None:
         """Compare measured and simulated shares and times of the requests that ended or are overdue."""
-        job, answer_s = asked.job, longest_answer_s(asked.seen)
+        job, answer_s = round_.job, longest_answer_s(round_.seen)
         counted = [
             (each, timing)
-            for each, timing in list(zip(asked.seen, present.timings, strict=True))[job.judged_from :]
+            for each, timing in list(zip(round_.seen, present.timings, strict=True))[job.judged_from :]
             if each.arrived_s >= self._changed_s
         ]
         both = [
@@ -352,17 +352,17 @@ class PlannerMachine:
             for each, timing in counted
             if each.record.timing is not None and each.judged
         ]
-        overdue = [(each.record, Timing(), timing) for each, timing in counted if each.overdue(asked.at_s, answer_s)]
+        overdue = [(each.record, Timing(), timing) for each, timing in counted if each.overdue(round_.at_s, answer_s)]
         if not both and not overdue:
             self.measured = None
-            if not asked.seen:  # nothing was promised and nothing missed
+            if not round_.seen:  # nothing was promised and nothing missed
                 self._smooth_error(0.0)
             return
-        told = both + overdue
-        measured = _mean([in_time(record.slo, real, job.best_effort_s) for record, real, _ in told])
-        simulated = _mean([in_time(record.slo, timing, job.best_effort_s) for record, _, timing in told])
+        outcomes = both + overdue
+        measured = _mean([in_time(record.slo, real, job.best_effort_s) for record, real, _ in outcomes])
+        simulated = _mean([in_time(record.slo, timing, job.best_effort_s) for record, _, timing in outcomes])
         self.measured = measured
-        if len(told) < LEAST_JUDGED or asked.growth > 1.0:  # what was simulated has not come yet
+        if len(outcomes) < LEAST_JUDGED or round_.growth > 1.0:  # what was simulated has not come yet
             return
         self._smooth_error(abs(measured - simulated))
         for name in ("ttft_s", "tpot_s"):
@@ -382,8 +382,8 @@ class PlannerMachine:
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self, now_s: float, asked: _Round, shares: dict[Shape, float]) -> None:
-        shape = asked.job.shapes[0]
+    def _decide(self, now_s: float, round_: _Round, shares: dict[Shape, float]) -> None:
+        shape = round_.job.shapes[0]
         present = self.score(shares[shape], shape)
         best = max(shares, key=lambda each: (self.score(shares[each], each), -each.devices))
         gain = self.score(shares[best], best) - present
@@ -391,7 +391,7 @@ class PlannerMachine:
             calm = (
                 min(shares[shape], self.measured if self.measured is not None else 1.0) >= 1.0 - self.settings.min_gain
             )
-            self._calm = (asked.at_s, load_of(asked.job.requests)) if calm and asked.growth == 1.0 else None
+            self._calm = (round_.at_s, load_of(round_.job.requests)) if calm and round_.growth == 1.0 else None
             self._leaning, self._advised = (0, 0), None
             return
         way = (best.devices > shape.devices) - (best.devices < shape.devices)
@@ -437,15 +437,15 @@ class PlannerMachine:
         elif decision.action == "changed":
             self._unjudged = decision
 
-    def _judge(self, now_s: float, asked: _Round, shares: dict[Shape, float]) -> bool:
+    def _judge(self, now_s: float, round_: _Round, shares: dict[Shape, float]) -> bool:
         """Judge a change that has settled. Return True if it is undone."""
         decision = self._unjudged
         assert decision is not None
         self._unjudged = None
         before, after = decision.measured_before, self.measured
-        answer_s = longest_answer_s(asked.seen)
-        told = [each for each in asked.seen if each.arrived_s >= self._changed_s]
-        judged = sum(each.judged or each.overdue(asked.at_s, answer_s) for each in told)
+        answer_s = longest_answer_s(round_.seen)
+        recent = [each for each in round_.seen if each.arrived_s >= self._changed_s]
+        judged = sum(each.judged or each.overdue(round_.at_s, answer_s) for each in recent)
         if after is None or judged < LEAST_JUDGED:
             self._record(msgspec.structs.replace(decision, verdict="too little traffic to tell"))
             return False

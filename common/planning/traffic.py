@@ -162,8 +162,8 @@ class TrafficWindow:
         start_s = recent[0].arrived_s if recent else now_s
         backlog = [seen for _, seen in ordered if seen.arrived_s < start_s and seen.ends_after(start_s)]
         backlog = [seen for seen in backlog if seen.arrived_s >= start_s - _LONGEST_S][-self._most :]
-        kept_s = min(start_s, now_s - self._window_s) - _LONGEST_S
-        self._seen = {key: seen for key, seen in ordered if seen.arrived_s >= kept_s}
+        oldest_s = min(start_s, now_s - self._window_s) - _LONGEST_S
+        self._seen = {key: seen for key, seen in ordered if seen.arrived_s >= oldest_s}
         rise = 1.0
         if ahead_s:
             rise = growth([seen.arrived_s for _, seen in ordered], now_s, self._window_s, start_s, ahead_s)

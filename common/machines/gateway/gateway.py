@@ -136,8 +136,8 @@ class AdmissionControl:
         """Return the tokens that a request counts with while it waits: the default prediction, or all that it requests.
         An owner's share is counted by the requested number: a key could otherwise queue any length as if it were short.
         If nothing is shared out, the prediction is the better measure of the queue."""
-        asked = float(request.sampling.max_tokens)
-        return asked if owner and max_tokens_named else min(self._expected_output, asked)
+        requested = float(request.sampling.max_tokens)
+        return requested if owner and max_tokens_named else min(self._expected_output, requested)
 
     def decide(
         self,
@@ -228,7 +228,7 @@ class GatewayMachine:
         self._predictor = predictor
         self._admission = AdmissionControl(admission, self.ledger, expected_output=settings.default_prediction_tokens)
         self._predictions = PredictionClient(
-            wait_s=settings.predictor_wait_s, default_tokens=settings.default_prediction_tokens, there=bool(predictor)
+            wait_s=settings.predictor_wait_s, default_tokens=settings.default_prediction_tokens, exists=bool(predictor)
         )
         self._beat_s = now_s
         self._now_s = now_s

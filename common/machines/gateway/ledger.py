@@ -220,13 +220,13 @@ class Ledger:
         tokens, logprobs = update.tokens[new:], update.logprobs[new:]
         self.dropped_tokens_total += len(update.tokens) - len(tokens)
         if entry.request.sampling.logprobs >= 0 and len(update.logprobs) != len(update.tokens):
-            told = f"{len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities"
-            return self._broken(entry, f"{sender} sent {told}")
+            content = f"{len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities"
+            return self._broken(entry, f"{sender} sent {content}")
         if entry.request.sampling.prompt_logprobs >= 0 and not entry.output and tokens:
             entry.prompt_logprobs = update.prompt_logprobs
             if len(entry.prompt_logprobs) != entry.request.prompt_tokens - 1:
-                told = f"{len(entry.prompt_logprobs)} log-probabilities for a prompt of"
-                return self._broken(entry, f"{sender} sent {told} {entry.request.prompt_tokens} tokens")
+                content = f"{len(entry.prompt_logprobs)} log-probabilities for a prompt of"
+                return self._broken(entry, f"{sender} sent {content} {entry.request.prompt_tokens} tokens")
         headroom = entry.request.sampling.max_tokens - len(entry.output)
         tokens, logprobs = tokens[:headroom], logprobs[:headroom]
         if tokens:
@@ -335,9 +335,9 @@ class Ledger:
     def check(self) -> None:
         waiting = [entry for entry in self._entries.values() if entry.queued_tokens]
         counted = (self.waiting_requests, self.waiting_online)
-        there = (len(waiting), sum(entry.request.online for entry in waiting))
-        if counted != there:
-            raise InvariantViolated(f"{counted} requests (of them online) count as waiting, but {there} wait")
+        found = (len(waiting), sum(entry.request.online for entry in waiting))
+        if counted != found:
+            raise InvariantViolated(f"{counted} requests (of them online) count as waiting, but {found} wait")
         tokens = sum(entry.queued_tokens for entry in waiting)
         if abs(self.waiting_tokens - tokens) > 1e-6 * max(1.0, tokens):
             raise InvariantViolated(f"{self.waiting_tokens} tokens count as waiting, but {tokens} wait")

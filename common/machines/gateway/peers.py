@@ -61,11 +61,11 @@ class PredictionClient:
     predictor never costs more than `wait_s`. After a few timeouts in a row it counts as away: then no request waits and
     only one question a second is sent, to notice its return."""
 
-    def __init__(self, *, wait_s: float, default_tokens: int, there: bool) -> None:
-        """`there`: whether a predictor exists at all."""
+    def __init__(self, *, wait_s: float, default_tokens: int, exists: bool) -> None:
+        """`exists`: whether a predictor exists at all."""
         self._wait_s = wait_s
         self._default_tokens = default_tokens
-        self._has_predictor = there
+        self._has_predictor = exists
         self._pending: dict[RequestId, _PendingPrediction] = {}
         """Questions by the id of the prompt's first choice, open or, later, waiting for a correction."""
         self._due: deque[tuple[float, RequestId]] = deque()
@@ -243,9 +243,9 @@ class ManagerLink:
                 return [(name, self._build_hello(lead=False)) for name in self.managers if name != self.manager]
         if self._leaderless_s == float("inf"):
             self._leaderless_s = now_s
-        asked = self._manager_to_promote(now_s) if several else None
+        promoted = self._manager_to_promote(now_s) if several else None
         self._hello_sent_s = now_s
-        return [(name, self._build_hello(lead=name == asked)) for name in self.managers]
+        return [(name, self._build_hello(lead=name == promoted)) for name in self.managers]
 
     def hello(self, now_s: float) -> GatewayHello:
         """Return a greeting for the manager that is followed, whether it is due or not."""

@@ -269,8 +269,8 @@ class Evacuation:
         assert target != holder and holder in managed.live, f"{managed.attempt} goes from {holder} to {target}"
         last = managed.segments[-1]
         at = max(last.start, len(item.request.tokens))
-        here, following = msgspec.structs.replace(last, end=at, instance=holder), Segment(at, None, target)
-        managed.segments = (*managed.segments[:-1], here, following)
+        current, following = msgspec.structs.replace(last, end=at, instance=holder), Segment(at, None, target)
+        managed.segments = (*managed.segments[:-1], current, following)
         self._start(now_s, managed, item, len(managed.segments) - 1, 0)
         self._send(holder, BindSegment(managed.attempt, following, self._roster.workers[target].endpoint))
 

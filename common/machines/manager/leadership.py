@@ -38,9 +38,9 @@ class Leadership:
         self.epoch = 0
         """Own epoch while this manager leads, else the highest it has received."""
 
-    def outranked(self, now_s: float, epoch: int, *, asked: bool = False) -> bool:
-        """Record a peer's epoch. Return whether this manager led until now, and another one replaced it. `asked`: the
-        epoch comes from a gateway that wants it to lead again."""
+    def outranked(self, now_s: float, epoch: int, *, requested: bool = False) -> bool:
+        """Record a peer's epoch. Return whether this manager led until now, and another one replaced it. `requested`:
+        the epoch comes from a gateway that wants it to lead again."""
         if epoch <= self.epoch:
             return False
         self.epoch = epoch
@@ -49,7 +49,7 @@ class Leadership:
             return False
         assert not self._is_only_manager
         led, self.leads = self.leads, False
-        if led and not asked:
+        if led and not requested:
             self._cooldown_until_s = now_s + _COOLDOWN_S
         return led
 
@@ -105,10 +105,10 @@ class StartupWait:
 
     def has_listened(self, now_s: float) -> bool:
         """Return whether placements may begin: a worker that registers later must not find all work at the first."""
-        return now_s >= self.listened_at_s or (bool(self._roster.expected) and self._all_are_there())
+        return now_s >= self.listened_at_s or (bool(self._roster.expected) and self._all_registered())
 
     def has_settled(self, now_s: float) -> bool:
-        if self._any_lost and self._all_are_there():
+        if self._any_lost and self._all_registered():
             self._settled_at_s = min(self._settled_at_s, now_s)
         return now_s >= self._settled_at_s
 
@@ -126,5 +126,5 @@ class StartupWait:
     def forget(self) -> None:
         self._named.clear()
 
-    def _all_are_there(self) -> bool:
+    def _all_registered(self) -> bool:
         return self._roster.expected <= self._roster.workers.keys()

@@ -212,8 +212,8 @@ class ManagerMachine:
             self.counters.misnamed += 1
             return False
         if isinstance(message, _CarriesEpoch):
-            asked = isinstance(message, GatewayHello) and message.lead
-            if self._lead.outranked(now_s, message.epoch, asked=asked):
+            requested = isinstance(message, GatewayHello) and message.lead
+            if self._lead.outranked(now_s, message.epoch, requested=requested):
                 self._step_down(now_s)
         if not self._lead.leads and not isinstance(message, _ReadOnStandby):
             if isinstance(message, _AddressedToLeader):
@@ -283,14 +283,14 @@ class ManagerMachine:
     def _hello(self) -> ManagerHello:
         return ManagerHello(self._incarnation, self._lead.epoch, self._lead.leads)
 
-    def _take_over(self, now_s: float, asked: GatewayHello) -> None:
+    def _take_over(self, now_s: float, hello: GatewayHello) -> None:
         """Lead as after a start: all workers register anew, gateways submit and name what is theirs."""
         assert not self._roster.requests, f"takes over and has {self.live} requests"
         self.counters.takeovers += 1
         workers = self._roster.forget_workers()
-        self._roster.expected = {*workers, *asked.workers}
+        self._roster.expected = {*workers, *hello.workers}
         self._settling.begin(now_s)
-        for peer in (*workers, *(name for name in self._roster.gateways if name != asked.instance)):
+        for peer in (*workers, *(name for name in self._roster.gateways if name != hello.instance)):
             self._send(peer, self._hello())
 
     def _step_down(self, now_s: float) -> None:
@@ -373,12 +373,12 @@ class ManagerMachine:
                 self._roster.adopt(now_s, attempt, sender, holders)
             elif settled:
                 lost.append(attempt)
-        news, again = self._lost.due_notices(now_s, lost)
-        self._lost.expect(now_s, news)
-        self.counters.attempts_lost += len(news)
-        told = (news, "unknown to the manager and to all workers", False), (again, "lost before, and named since", True)
+        new, again = self._lost.due_notices(now_s, lost)
+        self._lost.expect(now_s, new)
+        self.counters.attempts_lost += len(new)
+        due = (new, "unknown to the manager and to all workers", False), (again, "lost before, and named since", True)
         ended = [attempt for each in self._lost.due_notices(now_s, overdue) for attempt in each]
-        for those, reason, counted in (*told, (ended, "finished, and waited for since", True)):
+        for those, reason, counted in (*due, (ended, "finished, and waited for since", True)):
             if those:
                 self._send(sender, AttemptsLost(those, reason, unheld=True, counted=counted))
 
@@ -471,9 +471,9 @@ class ManagerMachine:
             if managed.gateway in self._roster.gateways:
                 attempts.setdefault(managed.gateway, []).append(managed.attempt)
         for gateway, own in attempts.items():
-            news, _ = self._lost.due_notices(now_s, own)
+            new, _ = self._lost.due_notices(now_s, own)
             self._lost.expect(now_s, own)
-            self.counters.attempts_lost += len(news)
+            self.counters.attempts_lost += len(new)
             self._send(gateway, AttemptsLost(own, reason))
 
     def _forget(self, now_s: float, managed: Managed, reason: str) -> None:

@@ -2,7 +2,7 @@
 
     offered ─grant─▶ pushing (chunk by chunk while computing) ─all sent─▶ handed over ─accepted─▶ left
 
-Called by `WorkerMachine`; calls back `left` (the receiver runs the sequence) and `lost` (the transfer is over). A
+Called by `WorkerMachine`; calls back `moved` (the receiver runs the sequence) and `lost` (the transfer is over). A
 transfer may be closed at any moment (cancelled, failed): it then waits for its runs in flight before its blocks are
 freed, because a late read of a reused block would be another request's wrong token.
 """
@@ -104,11 +104,11 @@ def brings_back(plan: IterationPlan) -> bool:
 
 class KvSender:
     def __init__(
-        self, state: WorkerState, left: Callable[[float, Sequence], None], lost: Callable[[float, Sequence, str], None]
+        self, state: WorkerState, moved: Callable[[float, Sequence], None], lost: Callable[[float, Sequence, str], None]
     ) -> None:
         self._state = state
         self._settings = state.settings
-        self._left = left
+        self._moved = moved
         self._lost = lost
         self._outgoing: dict[Attempt, Outgoing] = {}
         self._by_lease: dict[int, Outgoing] = {}
@@ -210,7 +210,7 @@ class KvSender:
         self._state.counters.transfers_out += 1
         self._state.moved_s = now_s
         del self._outgoing[key]
-        self._left(now_s, outgoing.sequence)
+        self._moved(now_s, outgoing.sequence)
         outgoing.is_closed = True
         if outgoing.in_flight:  # its bytes have arrived, but the link has not reported it yet
             self._move_to_draining(outgoing)

@@ -31,9 +31,9 @@ _MEAN, _DEVIATION = 1 / 8, 1 / 4
 """Weights of the last step in the moving averages: those of TCP's round-trip estimate (RFC 6298)."""
 
 
-def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
-    """Return whether `behind` has the rows of `plan`, each one position on and decoding."""
-    first, then = plan.rows, behind.rows
+def same_rows(plan: IterationPlan, following: IterationPlan) -> bool:
+    """Return whether `following` has the rows of `plan`, each one position on and decoding."""
+    first, then = plan.rows, following.rows
     return len(first) == len(then) and (not first or first[0].count == then[0].count == 1)  # prompts stand first
 
 
@@ -46,7 +46,7 @@ class AheadPlanner:
     _undecided: int = 0
     _last: IterationPlan | None = None
     """Last plan made: what does not change in its rows is known to hold."""
-    _left: int = 0
+    _steps_left: int = 0
     """Minimum over its sequences of the tokens they may still sample after it."""
 
     def decided(self) -> None:
@@ -80,8 +80,8 @@ class AheadPlanner:
         if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):
             return "kv_transfer"
         state, leaving = self._state, 0
-        if before is self._last and self._left > 0 and not state.aborting:
-            self._left -= 1
+        if before is self._last and self._steps_left > 0 and not state.aborting:
+            self._steps_left -= 1
             plan.rows = [Row(row.sequence, row.start + 1, 1) for row in before.rows]
         else:
             why, leaving = self._go_on(before.rows, plan)
@@ -97,7 +97,7 @@ class AheadPlanner:
         of prompts after the others, as a decision has them, and before all the chunks of prompts that go on. Return why
         it cannot have these, or None, and how many sequences leave with that step."""
         aborting = {held.sequence for held in self._state.aborting} if self._state.aborting else ()
-        rows, begun, prompts = plan.rows, list[Row](), list[Row]()
+        rows, ending, prompts = plan.rows, list[Row](), list[Row]()
         leaving, fewest = 0, sys.maxsize
         for row in before:
             sequence, following = row.sequence, row.start + row.count
@@ -108,8 +108,8 @@ class AheadPlanner:
             # A request's last token is not computed, and behind a segment's end another worker computes.
             if row.count > 1 and not self._scheduler.reads_runs:
                 return "policy", 0
-            left = sequence.max_positions - following
-            if left <= 0:
+            remaining = sequence.max_positions - following
+            if remaining <= 0:
                 leaving += 1
                 continue
             if (known := sequence.target - following) > 0:  # the step in flight samples no token of it
@@ -117,13 +117,13 @@ class AheadPlanner:
                 # what a scored prompt computes next is no matter of counts.
                 if row.count == 1 or sequence.scores_prompt:
                     return "prompts", 0
-                (begun if known == 1 else prompts).append(Row(sequence, following, known))
+                (ending if known == 1 else prompts).append(Row(sequence, following, known))
             else:
-                (rows if row.count == 1 else begun).append(Row(sequence, following, 1))
-            fewest = min(fewest, left)
-        rows += begun
+                (rows if row.count == 1 else ending).append(Row(sequence, following, 1))
+            fewest = min(fewest, remaining)
+        rows += ending
         assert fewest > 0, f"a row behind a request's last position: {fewest} left"
-        self._left = 0 if prompts else fewest - 1
+        self._steps_left = 0 if prompts else fewest - 1
         if prompts:
             counts = self._scheduler.chunks_ahead(prompts, len(rows))
             if counts is None:

@@ -382,13 +382,13 @@ class WorkerMachine:
             self.state.averages.note(plan, event.latency_s)
         if self.observed is not None and not self._repeats:  # which teaches nothing new
             self.observed.note(plan, event.latency_s, self.kv.geometry)
-        behind = self.state.in_flight
-        self._repeats = repeats = behind is not None and same_rows(plan, behind)
+        following = self.state.in_flight
+        self._repeats = repeats = following is not None and same_rows(plan, following)
         self.state.skipped_s.append(event.latency_s)
-        if behind is None or (not repeats and plan.tokens > len(plan.rows)):
+        if following is None or (not repeats and plan.tokens > len(plan.rows)):
             ran = Ran(plan, now_s, tuple(self.state.skipped_s))
             self.state.skipped_s = []
-            if behind is None:
+            if following is None:
                 self._ran = ran
             else:  # no decision follows, and the next plan does not show its prompts
                 self._earlier.append(ran)
@@ -530,13 +530,13 @@ class TokenUpdates:
         logprobs = held.logprobs
         if sampled.logprob is not None:
             logprobs.append(sampled.logprob)
-        first_here = sequence.last_token_s is None
+        is_first = sequence.last_token_s is None
         sequence.last_token_s = now_s
         sequence.delivered += 1
         updates = self._updates.get(held.gateway)
         if updates is None:
             updates = self._updates[held.gateway] = []
-        if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
+        if finish is None and not logprobs and not is_first and sequence.repeat_from is None:  # nearly all of them
             if updates and updates[-1].attempt is sequence.key:  # of the same row: they are sent together
                 updates[-1].tokens.append(token)
             else:
@@ -548,7 +548,7 @@ class TokenUpdates:
         before = updates.pop() if updates and updates[-1].attempt is sequence.key else None
         if before is not None:  # of the same row: they are sent together
             start = before.position
-        times = self._times(now_s, sequence) if first_here or finish else None
+        times = self._times(now_s, sequence) if is_first or finish else None
         updates.append(
             TokenUpdate(
                 request.attempt,

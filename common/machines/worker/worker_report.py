@@ -60,9 +60,9 @@ def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
             parked += 1
             continue
         end, computed, prompt = sequence.end, sequence.computed, held.prompt_known
-        left = (prompt if end is None or prompt < end else end) - computed
-        if left > 1:
-            prefill_tokens += left
+        remaining = (prompt if end is None or prompt < end else end) - computed
+        if remaining > 1:
+            prefill_tokens += remaining
     return {
         "running": running,
         "waiting": waiting,
@@ -83,14 +83,14 @@ def _progress(held: Held) -> QueuedWork:
     prefill_left = max(0, (prompt if end is None or prompt < end else end) - computed)
     # A sequence that has outlived its prediction is expected to sample as many again as it is beyond it (D8).
     sampled = known - request.prompt_tokens
-    left, most = abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled
-    if left > most:
-        left = most
-    if left < 1:
-        left = 1
+    decode_left, most = abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled
+    if decode_left > most:
+        decode_left = most
+    if decode_left < 1:
+        decode_left = 1
     if end is not None:  # the rest is sampled by the next segment's worker
-        left = min(left, max(0, end - max(known, prompt)))
-    return QueuedWork(request.request_id, prefill_left, computed, left)
+        decode_left = min(decode_left, max(0, end - max(known, prompt)))
+    return QueuedWork(request.request_id, prefill_left, computed, decode_left)
 
 
 class WorkerReports:
@@ -154,16 +154,16 @@ class WorkerReports:
         # Nearly always none waits for another process: under overload thousands need not be looked at twice.
         apart = stats.awaiting_kv or stats.parked
         held, awaiting = self._attempts() if apart else (list(self._state.held), [])
-        number, since, gone = self._sequence, 0, list[Attempt]()
+        number, since, removed = self._sequence, 0, list[Attempt]()
         if self._reported is not None and number % _WHOLE_EVERY:
-            here, since = self._state.held, number - 1
-            gone = sorted(self._reported.keys() - here.keys())
-            news = here.keys() - self._reported.keys()
-            held = [key for key in here if key in news] if news else []
-        if not since or held or gone:
+            current, since = self._state.held, number - 1
+            removed = sorted(self._reported.keys() - current.keys())
+            new = current.keys() - self._reported.keys()
+            held = [key for key in current if key in new] if new else []
+        if not since or held or removed:
             self._reported = dict.fromkeys(self._state.held)
         report = WorkerReport(
-            setup.instance, setup.incarnation, number, stats, held, awaiting, self.draining, self._epoch, since, gone
+            setup.instance, setup.incarnation, number, stats, held, awaiting, self.draining, self._epoch, since, removed
         )
         self._send(self.manager, report)
         if number % _STANDBYS_EVERY == 0:
@@ -177,7 +177,7 @@ class WorkerReports:
 
     def stats(self, memory_free_bytes: int) -> WorkerStats:
         kv, averages = self._state.kv, self._state.averages
-        asked, found = kv.prefix_lookups
+        queries, hits = kv.prefix_lookups
         return WorkerStats(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
@@ -189,8 +189,8 @@ class WorkerReports:
             prefill_tokens_per_s=averages.prefill_tokens_per_s,
             decode_step_s=averages.decode_step_s,
             preemptions=self._state.counters.preemptions,
-            prefix_queries=asked,
-            prefix_hits=found,
+            prefix_queries=queries,
+            prefix_hits=hits,
             leases=len(self._leases),
             expired_leases=self._leases.expired,
             step_times=None if self._learned is None else self._learned.step_times(),

@@ -10,8 +10,8 @@ FACTS = LengthFacts([1], False, 50, 1.0, 0, 1)
 DEFAULT = default_prediction(100, 50)
 
 
-def desk(*, wait_s: float = 0.02, there: bool = True) -> PredictionClient:
-    return PredictionClient(wait_s=wait_s, default_tokens=100, there=there)
+def desk(*, wait_s: float = 0.02, exists: bool = True) -> PredictionClient:
+    return PredictionClient(wait_s=wait_s, default_tokens=100, exists=exists)
 
 
 def entry(request_id: str = "r") -> Entry:
@@ -103,7 +103,7 @@ def test_an_unreachable_predictor_costs_no_wait() -> None:
 
 
 def test_without_a_predictor_none_is_asked_or_taught() -> None:
-    one, a = desk(there=False), entry()
+    one, a = desk(exists=False), entry()
     assert one.request_prediction(0.0, [a], FACTS) is None
     assert a.prediction == DEFAULT
     a.output.append(5)

@@ -22,7 +22,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.keys.private_files import open_private
 
 BOOK = "addresses.json"
-LOOK_S = 0.1
+POLL_S = 0.1
 """Time between two looks at the file; short beside the start of a moved process, seconds."""
 
 
@@ -101,4 +101,4 @@ async def follow_book(run_dir: Path, dial: Callable[[str, str], None]) -> None:
             pass
         for name, endpoint in named.items():
             dial(name, endpoint)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

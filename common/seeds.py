@@ -43,7 +43,7 @@ _NAMED = (MANAGER, PREDICTOR, MONITOR, *STANDBY_MANAGERS)
 _ANSWERING_ROLES = ("bucketing_manager", "global_monitor")
 SEEK_S = 60.0
 """The longest that a process waits at its start for addresses that it needs."""
-_ASK_S = 0.2
+_QUERY_S = 0.2
 """Time between two questions while an address is missing."""
 _AGAIN_S = 2.0
 """Time between two questions afterwards. A seed reports a change at once."""
@@ -143,7 +143,7 @@ async def _own_host(config: Config) -> str:
                 return str(probe.getsockname()[0])
         if asyncio.get_running_loop().time() > deadline_s:
             raise ConfigError(f"endpoints.seeds: {', '.join(config.endpoints.seeds)} has no address")
-        await asyncio.sleep(_ASK_S)
+        await asyncio.sleep(_QUERY_S)
     return named
 
 
@@ -190,7 +190,7 @@ class _Discovery:
         self._known = KnownAddresses()
         self._known.merge([Address(bus.identity, bus.endpoint, incarnation)])
         self._complete = asyncio.Event()
-        self._asked_s: dict[str, float] = {}
+        self._last_query_s: dict[str, float] = {}
         self._answering: ZmqBus | None = None
 
     async def found(self, running: asyncio.Task[None]) -> None:
@@ -220,19 +220,19 @@ class _Discovery:
         dialled = set[str]()
         try:
             while True:
-                there = {f"{_SEED}-{host}-{port}": (host, port) for host, port in await _resolved(self._seeds)}
-                for peer in dialled - there.keys():
+                seeds = {f"{_SEED}-{host}-{port}": (host, port) for host, port in await _resolved(self._seeds)}
+                for peer in dialled - seeds.keys():
                     bus.disconnect(peer)
-                for peer, (host, port) in there.items():
+                for peer, (host, port) in seeds.items():
                     with contextlib.suppress(PeerUnreachable):  # asked again
                         bus.connect(peer, f"{_TCP}{f'[{host}]' if ':' in host else host}:{port}", high_water_messages=2)
                         bus.send(peer, Addresses(self._known.all()))
-                dialled = set(there)
+                dialled = set(seeds)
                 if self._complete.is_set():
                     await asyncio.sleep(_AGAIN_S)
                 else:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._complete.wait(), _ASK_S)
+                        await asyncio.wait_for(self._complete.wait(), _QUERY_S)
         finally:
             hears.cancel()
             await asyncio.gather(hears, return_exceptions=True)
@@ -272,7 +272,7 @@ class _Discovery:
                 peer, message = await bus.receive()
                 if not isinstance(message, Addresses):
                     continue
-                self._asked_s[peer] = loop.time()
+                self._last_query_s[peer] = loop.time()
                 self._learned(message.known)
                 with contextlib.suppress(PeerUnreachable):  # gone: it asks again
                     bus.send(peer, Addresses(self._known.all()))
@@ -285,7 +285,7 @@ class _Discovery:
         bus, now_s = self._answering, asyncio.get_running_loop().time()
         if bus is None:
             return
-        self._asked_s = {peer: at_s for peer, at_s in self._asked_s.items() if now_s - at_s <= _ASKERS_S}
-        for peer in self._asked_s:
+        self._last_query_s = {peer: at_s for peer, at_s in self._last_query_s.items() if now_s - at_s <= _ASKERS_S}
+        for peer in self._last_query_s:
             with contextlib.suppress(PeerUnreachable):
                 bus.send(peer, Addresses(self._known.all()))

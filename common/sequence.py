@@ -111,10 +111,10 @@ class Sequence:
         """Positions that the next iteration may compute: all that are left, of a scored prompt a slice."""
         # `target` written out, here as in `output_tokens`: every decision asks for every sequence.
         known, end = len(self.tokens), self.end
-        left = (known if end is None or known < end else end) - self.computed
-        if self.scored_slice and left > self.scored_slice and self.scores_prompt:
+        remaining = (known if end is None or known < end else end) - self.computed
+        if self.scored_slice and remaining > self.scored_slice and self.scores_prompt:
             return self.scored_slice
-        return left
+        return remaining
 
     @property
     def output_tokens(self) -> int:

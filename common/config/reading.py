@@ -75,11 +75,11 @@ def dump_config(config: Config) -> str:
     return str(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
 
-def nested(flat: Mapping[str, Any], origin: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"kv.block_size": 32}` as a nested mapping for `load_config`, within `beside` if that is given. Raises
-    `ConfigError` naming `origin` where one key gives a value to what another key uses as a section, or `beside` has the
+def nested(flat: Mapping[str, Any], origin: str, base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `{"kv.block_size": 32}` as a nested mapping for `load_config`, within `base` if that is given. Raises
+    `ConfigError` naming `origin` where one key gives a value to what another key uses as a section, or `base` has the
     option as well."""
-    result = {} if beside is None else beside
+    result = {} if base is None else base
     for dotted, value in flat.items():
         *sections, key = dotted.split(".")
         target = result
@@ -88,7 +88,7 @@ def nested(flat: Mapping[str, Any], origin: str, beside: dict[str, Any] | None =
             if not isinstance(inner, dict):
                 raise ConfigError(f"{origin} {dotted}: {section} is not a section")
             target = inner
-        if beside is not None and key in target:
+        if base is not None and key in target:
             raise ConfigError(f"{origin} {dotted} is given twice")
         target[key] = value
     return result

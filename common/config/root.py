@@ -72,8 +72,8 @@ class Config(Section, frozen=True):
     def worker_role(self, instance: str, default: Role) -> Role:
         """Return a worker's role; for one that the configuration does not name, as in a container, the role that its
         name begins with (`unified-worker-0`), else `default`, its program's."""
-        word = instance.partition("-")[0]
-        return self.instance_roles.get(instance, Role(word) if word in list(Role) else default)
+        prefix = instance.partition("-")[0]
+        return self.instance_roles.get(instance, Role(prefix) if prefix in list(Role) else default)
 
     def default_threads(self, cores: int) -> int:
         """Return the engine's threads, else an equal share of the cores, but at least two where there are two: prefill

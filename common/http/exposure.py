@@ -79,7 +79,7 @@ def _check_ranks(config: Config) -> None:
         )
 
 
-def stays_here(config: Config) -> bool:
+def is_one_machine(config: Config) -> bool:
     """Return whether all processes of the pipeline are on this machine: Unix sockets and loopback only."""
     return not any(_beyond(config))
 

@@ -53,5 +53,5 @@ def _for_listeners() -> range:
         first, last = map(int, _OUTGOING_PORTS.read_text(encoding="ascii").split())
     except (OSError, ValueError):
         first, last = 32_768, 60_999
-    left = max(range(_FIRST_PORT, first), range(last + 1, 65_536), key=len)
-    return left if len(left) >= 100 * PORT_BLOCK else range(_FIRST_PORT, 65_536)
+    widest = max(range(_FIRST_PORT, first), range(last + 1, 65_536), key=len)
+    return widest if len(widest) >= 100 * PORT_BLOCK else range(_FIRST_PORT, 65_536)

@@ -17,7 +17,7 @@ from cohort.common import paths
 from cohort.common.errors import ConfigError
 from cohort.common.sqlite_file import opened, opened_to_read, transaction
 
-KEPT_DAYS = 400
+RETENTION_DAYS = 400
 """A year, and the month that is billed after it."""
 VERSION = 2
 """Version of the tables; 1 had nothing of SLOs."""

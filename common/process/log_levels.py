@@ -45,12 +45,12 @@ def listen_for_levels(
 
     def change() -> None:
         before = log_level()
-        asked = _taken(path)
-        if asked and asked not in LEVELS:
-            log.warning("log level not changed: no such level", asked=asked[:40], known=LEVELS)
+        requested = _taken(path)
+        if requested and requested not in LEVELS:
+            log.warning("log level not changed: no such level", asked=requested[:40], known=LEVELS)
             return
         other: Level = "debug" if before != "debug" else configured
-        level = next((known for known in LEVELS if known == asked), other)
+        level = next((known for known in LEVELS if known == requested), other)
         set_log_level(level)
         # As a warning, so that it is written whatever the level was and is; but for "error" on both sides.
         log.warning("log level changed", before=before, now=level)
@@ -61,8 +61,8 @@ def listen_for_levels(
 def _taken(path: Path) -> str:
     """Return the file's content and remove the file: its absence tells the sender that it was read. "" without one."""
     try:
-        word = path.read_text(encoding="ascii", errors="replace").strip()
+        text = path.read_text(encoding="ascii", errors="replace").strip()
         path.unlink(missing_ok=True)
     except OSError:
         return ""
-    return word
+    return text

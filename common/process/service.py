@@ -308,14 +308,14 @@ class _Service:
                     preset=self._config.name,
                 )
                 async with asyncio.TaskGroup() as tasks:
-                    beside = [
+                    background = [
                         tasks.create_task(self._heartbeat(context, bus), name="heartbeat"),
                         tasks.create_task(follow_book(self._run_dir, bus.redial), name="addresses"),
                     ]
                     try:
                         await self._run_build(context)
                     finally:
-                        for task in beside:
+                        for task in background:
                             task.cancel()
             if self._role != "global_monitor":
                 with contextlib.suppress(PeerUnreachable):
@@ -402,13 +402,13 @@ class _Service:
         )
 
     async def _start_metrics(self, context: ServiceContext, stack: contextlib.AsyncExitStack) -> str:
-        asked = self._metrics_port
-        port = metrics_port(self._config, self._role, self._instance) if asked is None else asked
+        requested = self._metrics_port
+        port = metrics_port(self._config, self._role, self._instance) if requested is None else requested
         host = self._config.metrics.host
         try:
             listener = listening(host, port)
         except OSError as error:
-            if asked is not None:
+            if requested is not None:
                 raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}") from error
             # Serving does not depend on where metrics are read, and heartbeats say where: take any port.
             self._log.warning("metrics port is taken, using another", host=host, port=port, error=error.strerror)

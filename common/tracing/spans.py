@@ -117,13 +117,13 @@ class SpanQueue:
 
 
 class OpenSpan:
-    """A span that has begun. `here`: its own place, for the spans below it, in this process or another."""
+    """A span that has begun. `place`: the parent of the spans below it, in this process or another."""
 
     def __init__(self, tracing: Tracing, span: Span) -> None:
         self._tracing = tracing
         self._span = span
         context = span.get_span_context()
-        self.here = TraceParent(context.trace_id, context.span_id)
+        self.place = TraceParent(context.trace_id, context.span_id)
 
     def note(self, **attributes: str | int | float | bool) -> None:
         self._span.set_attributes({f"cohort.{name}": value for name, value in attributes.items()})
@@ -219,7 +219,7 @@ class Tracing:
     def span(
         self,
         name: str,
-        begun_s: float,
+        started_s: float,
         ended_s: float,
         parent: TraceParent,
         *,
@@ -227,10 +227,10 @@ class Tracing:
         **attributes: str | int | float | bool,
     ) -> None:
         """Record a span that has ended."""
-        span = self.start(name, begun_s, parent)
+        span = self.start(name, started_s, parent)
         if attributes:
             span.note(**attributes)
-        span.end(max(begun_s, ended_s), error)
+        span.end(max(started_s, ended_s), error)
 
     @staticmethod
     def fail(span: Span, error: str) -> None:
@@ -265,6 +265,6 @@ def _otlp_exporter(config: TracingConfig) -> SpanExporter:
 
 def _offset_s(clock: Clock) -> float:
     """Measure the offset from monotonic to wall time: the shortest of several readings, as the core may be lost."""
-    looks = [(clock.now_s(), clock.wall_s(), clock.now_s()) for _ in range(5)]
-    before_s, wall_s, after_s = min(looks, key=lambda look: look[2] - look[0])
+    samples = [(clock.now_s(), clock.wall_s(), clock.now_s()) for _ in range(5)]
+    before_s, wall_s, after_s = min(samples, key=lambda sample: sample[2] - sample[0])
     return wall_s - (before_s + after_s) / 2

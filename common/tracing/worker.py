@@ -70,7 +70,7 @@ class WorkerSpans:
         self._ended_s = 0.0
         self._early: dict[Attempt, tuple[InstanceId, KvOffer]] = {}
         """Offers that came before their segment."""
-        self._gone: dict[Attempt, None] = {}
+        self._recently_ended: dict[Attempt, None] = {}
 
     def __len__(self) -> int:
         return len(self._segments) + len(self._transfers)
@@ -140,7 +140,7 @@ class WorkerSpans:
 
     def _start(self, now_s: float, message: StartSegment) -> None:
         request, parent = message.request, parse(message.request.traceparent)
-        if parent is None or request.attempt in self._segments or request.attempt in self._gone:
+        if parent is None or request.attempt in self._segments or request.attempt in self._recently_ended:
             return
         span = self._tracing.start("segment", now_s, parent, serves=True)
         own = message.segments[message.index]
@@ -162,7 +162,7 @@ class WorkerSpans:
     def _transferred(self, now_s: float, peer: InstanceId, message: Message, attempt: Attempt, *, sent: bool) -> None:
         segment = self._segments.get(attempt)
         if segment is not None:
-            self._transfers.on_message(now_s, attempt, segment.span.here, message, peer, sent=sent)
+            self._transfers.on_message(now_s, attempt, segment.span.place, message, peer, sent=sent)
 
     def _given_up(self, now_s: float, abort: KvAbort) -> None:
         """End a segment that waited for this KV; it sends no message. The sender's segment reports its own end."""
@@ -182,8 +182,8 @@ class WorkerSpans:
             self._moved(now_s, sequence.key, "evicted", "its KV waits for another worker")
 
     def _step_ended(self, now_s: float, event: StepEnded) -> None:
-        plan, begun_s = self._steps.popleft() if self._steps else (None, now_s)
-        begun_s, self._ended_s = max(begun_s, self._ended_s), now_s
+        plan, started_s = self._steps.popleft() if self._steps else (None, now_s)
+        started_s, self._ended_s = max(started_s, self._ended_s), now_s
         if plan is None or not self._segments:
             return
         for row in plan.rows:
@@ -192,29 +192,29 @@ class WorkerSpans:
                 continue
             if not segment.scheduled:
                 segment.scheduled = True
-                self._tracing.span("wait", segment.arrived_s, begun_s, segment.span.here)
+                self._tracing.span("wait", segment.arrived_s, started_s, segment.span.place)
             if row.start + row.count <= segment.prompt_tokens and not segment.decoded:
                 self._tracing.span(
                     "prefill",
-                    begun_s,
+                    started_s,
                     now_s,
-                    segment.span.here,
+                    segment.span.place,
                     start=row.start,
                     positions=row.count,
                     batch_rows=len(plan.rows),
                     batch_tokens=plan.tokens,
                 )
             else:
-                self._decoded(begun_s, now_s, segment, row.count)
+                self._decoded(started_s, now_s, segment, row.count)
         for sampled in event.sampled:
             segment = self._segments.get(sampled.attempt)
             if segment is not None and not segment.first_token:
                 segment.first_token = True
                 segment.span.event(now_s, "first token")
 
-    def _decoded(self, begun_s: float, ended_s: float, segment: _Segment, positions: int) -> None:
+    def _decoded(self, started_s: float, ended_s: float, segment: _Segment, positions: int) -> None:
         if segment.decode is None:
-            segment.decode = self._tracing.start("decode", begun_s, segment.span.here)
+            segment.decode = self._tracing.start("decode", started_s, segment.span.place)
             for at_s, name, detail in segment.moves:
                 segment.decode.event(at_s, name, detail=detail)
             segment.moves.clear()
@@ -235,9 +235,9 @@ class WorkerSpans:
         segment = self._segments.pop(attempt, None)
         if segment is None:
             return
-        self._gone[attempt] = None
-        if len(self._gone) > ENDED:
-            del self._gone[next(iter(self._gone))]
+        self._recently_ended[attempt] = None
+        if len(self._recently_ended) > ENDED:
+            del self._recently_ended[next(iter(self._recently_ended))]
         self._transfers.over(now_s, attempt, error or "the segment ended first")
         if segment.decode is not None:
             segment.decode.note(positions=segment.decoded)

@@ -29,7 +29,7 @@ from cohort.common.types import InstanceId
 
 RETURN_S = 0.05
 """Time for a peer whose connection broke to dial again."""
-_LOOKS_S = (0.005, 0.02, 0.1, 1.0)
+_CHECK_DELAYS_S = (0.005, 0.02, 0.1, 1.0)
 """Delays of the probes after the end of a connection. libzmq reports the end first and drops the route next, in a
 thread that may have to wait. One probe of each delay is pending at a time, however many strangers come and go."""
 
@@ -52,7 +52,7 @@ class LostPeers:
         self._has_route = has_route
         self._lost = lost
         self._callers: set[InstanceId] = set()
-        self._looks: dict[float, asyncio.TimerHandle] = {}
+        self._checks: dict[float, asyncio.TimerHandle] = {}
         """Pending probes, by their delay."""
         self._judgements: dict[InstanceId, asyncio.TimerHandle] = {}
         """Timers of callers that have no connection and may still come back."""
@@ -68,7 +68,7 @@ class LostPeers:
     def close(self) -> None:
         """Stop watching. Called before the inbox is closed."""
         self._loop.remove_reader(self._fd)
-        for timer in (*self._looks.values(), *self._judgements.values()):
+        for timer in (*self._checks.values(), *self._judgements.values()):
             timer.cancel()
         self._inbox.disable_monitor()
         self._monitor.close(linger=0)
@@ -80,12 +80,12 @@ class LostPeers:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
                 ended = True
         if ended:
-            for delay_s in _LOOKS_S:
-                if delay_s not in self._looks:
-                    self._looks[delay_s] = self._loop.call_later(delay_s, self._check, delay_s)
+            for delay_s in _CHECK_DELAYS_S:
+                if delay_s not in self._checks:
+                    self._checks[delay_s] = self._loop.call_later(delay_s, self._check, delay_s)
 
     def _check(self, delay_s: float) -> None:
-        del self._looks[delay_s]
+        del self._checks[delay_s]
         for peer in sorted(self._callers - self._judgements.keys()):
             if not self._has_route(peer):
                 self._judgements[peer] = self._loop.call_later(RETURN_S, self._judge, peer)

@@ -102,10 +102,10 @@ class NixlAgent:
             with _environment(self._choice, self._loopback_only):
                 agent.create_backend(PLUGIN, {"ucx_error_handling_mode": "peer"})
         except Exception as error:  # NIXL's binding raises types of its own, here and below
-            asked = self._choice.options
-            if asked:
+            options = self._choice.options
+            if options:
                 raise ConfigError(
-                    f"transfer.ucx: NIXL's UCX cannot start with {asked}: {_first_line(error)}"
+                    f"transfer.ucx: NIXL's UCX cannot start with {options}: {_first_line(error)}"
                 ) from error
             raise TransferError(f"nixl: its UCX plugin cannot start: {_first_line(error)}") from error
         self._agent = agent
@@ -200,9 +200,9 @@ class NixlAgent:
         try:
             if not self.knows(target):
                 lent = self._register(target)
-            here = agent.get_xfer_descs([target.descriptor], target.kind)
-            there = agent.get_xfer_descs([source.descriptor], source.kind)
-            handle = agent.initialize_xfer("READ", here, there, name, done)
+            local = agent.get_xfer_descs([target.descriptor], target.kind)
+            remote = agent.get_xfer_descs([source.descriptor], source.kind)
+            handle = agent.initialize_xfer("READ", local, remote, name, done)
             if agent.transfer(handle) == "ERR":
                 raise TransferError("the read failed at once")
         except Exception as error:

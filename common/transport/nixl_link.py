@@ -282,7 +282,7 @@ class NixlLink:
                 self._send_control(offer.peer, _Kind.REFUSED, receiving.tag, offer.transfer)
         _end(receiving.over, why)
 
-    def _look_at(self, receiving: _Receiving, read: Read) -> bool:
+    def _poll_read(self, receiving: _Receiving, read: Read) -> bool:
         """Return whether its READ has ended."""
         match self._agent.state(read):
             case "PROC":
@@ -386,7 +386,7 @@ class NixlLink:
             log.warning("NIXL does not tell what it heard", error=str(error))
         for receiving in list(self._receiving.values()):
             if receiving.read is not None:
-                moved = self._look_at(receiving, receiving.read) or moved
+                moved = self._poll_read(receiving, receiving.read) or moved
         now_s = time.monotonic()
         if moved:
             self._moved_s = now_s
@@ -437,13 +437,13 @@ class NixlLink:
             return
         peer.closed = True
         peer.watch.stop()
-        left = [sending for sending in self._sending.values() if sending.peer is peer]
-        for sending in left:
+        pending = [sending for sending in self._sending.values() if sending.peer is peer]
+        for sending in pending:
             _end(sending.over, reason)
         for transfer in [t for t, (_, offer) in self._offers.items() if offer.peer is peer]:
             del self._offers[transfer]
-        if left:
-            log.info("transfers ended", reason=reason, count=len(left))
+        if pending:
+            log.info("transfers ended", reason=reason, count=len(pending))
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
         if not any(r.offer and r.offer.peer is peer and r.read for r in self._receiving.values()):

@@ -58,28 +58,28 @@ class ProcessIdentity:
 class ProcessWatch:
     """Watch over one process. `fd`: its pidfd; -1 where the kernel does not report its death, or has done so."""
 
-    def __init__(self, identity: ProcessIdentity, loop: asyncio.AbstractEventLoop, died: Callable[[], None]) -> None:
-        """Call `died` once when that process ends (soon, if it has)."""
+    def __init__(self, identity: ProcessIdentity, loop: asyncio.AbstractEventLoop, on_exit: Callable[[], None]) -> None:
+        """Call `on_exit` once when that process ends (soon, if it has)."""
         self.fd = -1
         self._loop = loop
-        self._died = died
+        self._on_exit = on_exit
         if not identity.is_near() or not hasattr(os, "pidfd_open"):
             return
         try:
             self.fd = os.pidfd_open(identity.pid)
         except ProcessLookupError:
-            loop.call_soon(died)
+            loop.call_soon(on_exit)
             return
         except OSError:
             return
         loop.add_reader(self.fd, self._readable)
         if _start_ticks(identity.pid) != identity.start_ticks:  # the pid belongs to another process by now
             self.stop()
-            loop.call_soon(died)
+            loop.call_soon(on_exit)
 
     def _readable(self) -> None:
         self.stop()
-        self._died()
+        self._on_exit()
 
     def stop(self) -> None:
         if self.fd >= 0:

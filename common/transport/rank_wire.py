@@ -100,7 +100,7 @@ class WireListener:
         """Return why a rank's connection ended; "" while it is connected or awaited."""
         return self._peers[rank].lost if rank in self._peers else ""
 
-    def wait_left(self, timeout_s: float) -> None:
+    def wait_disconnected(self, timeout_s: float) -> None:
         """Wait until every rank's connection has ended."""
         deadline_s = time.monotonic() + timeout_s
         while any(peer.identity and not peer.lost for peer in self._peers.values()) and time.monotonic() < deadline_s:
@@ -142,8 +142,8 @@ class WireListener:
                 poller.register(peer.inner[index], zmq.POLLIN)
                 sources[peer.inner[index].fileno()] = (rank, index)
         awaited = [peer for peer in self._peers.values() if not peer.identity and not peer.lost]
-        left_s = max(0.0, self._deadline_s - time.monotonic()) if awaited else 60.0
-        ready = dict(poller.poll(int(1000 * left_s) + 1))
+        remaining_s = max(0.0, self._deadline_s - time.monotonic()) if awaited else 60.0
+        ready = dict(poller.poll(int(1000 * remaining_s) + 1))
         for descriptor, (rank, index) in sources.items():
             if descriptor in ready:
                 self._send_on(rank, index)
@@ -182,10 +182,10 @@ class WireListener:
             if peer.identity == identity and not peer.lost and name in _STREAM_NAMES:
                 _deliver(peer.inner[_STREAM_NAMES.index(name)], frames[2].buffer)
 
-    def _join(self, identity: bytes, connection: int, said: bytes) -> None:
+    def _join(self, identity: bytes, connection: int, payload: bytes) -> None:
         answer = b""
         try:
-            rank = self._admit(said)
+            rank = self._admit(payload)
             peer = self._peers.get(rank)
             if peer is None or peer.identity:
                 raise ConfigError(f"rank {rank} is there already" if peer else f"no rank {rank} is awaited here")
@@ -253,8 +253,8 @@ class WireDialer:
         poller.register(self._monitor, zmq.POLLIN)
         failed = 0
         while failed < REFUSED_HANDSHAKES:
-            left_s = deadline_s - time.monotonic()
-            ready = dict(poller.poll(max(0, int(1000 * left_s))))
+            remaining_s = deadline_s - time.monotonic()
+            ready = dict(poller.poll(max(0, int(1000 * remaining_s))))
             if not ready:
                 raise WireLost(f"no rank 0 answers at {endpoint} within {join_s:g} s")
             if self._monitor in ready:

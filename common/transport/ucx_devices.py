@@ -54,7 +54,7 @@ def resources(context: Any) -> list[str]:
     return _RESOURCE.findall(context.info)
 
 
-def resources_here(choice: UcxChoice, ucxx: Any = None) -> list[str]:
+def local_resources(choice: UcxChoice, ucxx: Any = None) -> list[str]:
     """Return `resources` of this machine that `choice` allows. Raises `TransferError` where UCX cannot start."""
     ucxx = ucxx or ucxx_library()
     try:
@@ -63,11 +63,11 @@ def resources_here(choice: UcxChoice, ucxx: Any = None) -> list[str]:
         raise TransferError(f"UCX cannot start: {error}") from error
 
 
-def chosen_here(choice: UcxChoice) -> list[str]:
-    """Check a choice and return its `resources_here`. Raises as both do."""
+def resources_of(choice: UcxChoice) -> list[str]:
+    """Check a choice and return its `local_resources`. Raises as both do."""
     ucxx = ucxx_library()
     check_choice(choice, ucxx)
-    return resources_here(choice, ucxx)
+    return local_resources(choice, ucxx)
 
 
 def check_choice(choice: UcxChoice, ucxx: Any = None) -> None:
@@ -76,22 +76,22 @@ def check_choice(choice: UcxChoice, ucxx: Any = None) -> None:
         return
     ucxx = ucxx or ucxx_library()
     for item in _items(choice.tls):
-        if item != "self" and not _beside_self(UcxChoice(item), ucxx):
-            here = {name.partition("/")[0] for name in resources_here(UcxChoice(), ucxx)}
-            raise _missing("transfer.ucx.tls", item, here)
-    memory = _beside_self(UcxChoice(choice.tls, _NO_DEVICE), ucxx)
+        if item != "self" and not _without_self(UcxChoice(item), ucxx):
+            transports = {name.partition("/")[0] for name in local_resources(UcxChoice(), ucxx)}
+            raise _missing("transfer.ucx.tls", item, transports)
+    memory = _without_self(UcxChoice(choice.tls, _NO_DEVICE), ucxx)
     for item in _items(choice.net_devices):
-        if item != "all" and not _beside_self(UcxChoice(choice.tls, item), ucxx) - memory:
-            network = _beside_self(UcxChoice(choice.tls), ucxx) - memory
+        if item != "all" and not _without_self(UcxChoice(choice.tls, item), ucxx) - memory:
+            network = _without_self(UcxChoice(choice.tls), ucxx) - memory
             raise _missing("transfer.ucx.net_devices", item, {name.partition("/")[2] for name in network})
-    if not resources_here(choice, ucxx):
+    if not local_resources(choice, ucxx):
         raise ConfigError(f"transfer.ucx: UCX has nothing here that {choice.options} leaves")
 
 
-def _beside_self(choice: UcxChoice, ucxx: Any) -> set[str]:
+def _without_self(choice: UcxChoice, ucxx: Any) -> set[str]:
     """Return what a choice finds. With "self" beside it UCX always starts, and logs no error of its own."""
     tls = choice.tls if choice.tls.startswith("^") or not choice.tls else f"{choice.tls},self"
-    return {name for name in resources_here(UcxChoice(tls, choice.net_devices), ucxx) if name != "self/memory"}
+    return {name for name in local_resources(UcxChoice(tls, choice.net_devices), ucxx) if name != "self/memory"}
 
 
 def _items(names: str) -> list[str]:
@@ -100,5 +100,5 @@ def _items(names: str) -> list[str]:
 
 
 def _missing(option: str, item: str, found: set[str]) -> ConfigError:
-    there = ", ".join(sorted(found)) or "nothing"
-    return ConfigError(f"{option}: UCX has no {item!r} here; it has {there}")
+    available = ", ".join(sorted(found)) or "nothing"
+    return ConfigError(f"{option}: UCX has no {item!r} here; it has {available}")

@@ -413,13 +413,13 @@ class UcxLink:
         if self._worker is None:
             return
         self._progress()
-        left = [operation for operation in self._operations.values() if operation.peer is peer]
-        for operation in left:
+        pending = [operation for operation in self._operations.values() if operation.peer is peer]
+        for operation in pending:
             del self._operations[id(operation)]
             self._api.free(operation.request)
             self._settle(operation, _ERR_UNREACHABLE)
-        if left:
-            log.info("transfers ended", reason=reason, count=len(left))
+        if pending:
+            log.info("transfers ended", reason=reason, count=len(pending))
 
     def _on_endpoint_failed(self, endpoint: int, status: int) -> None:
         """Schedule `_replace_endpoint`. Called inside `progress_once`, which must return before another call of UCX."""

@@ -31,6 +31,6 @@ async def in_thread(work: Callable[[], _T], executor: Executor | None = None) ->
 async def outlast(future: asyncio.Future[Any], timeout_s: float = _FOREVER_S) -> None:
     """Wait until a future is done or the time is over. A cancelled caller, which is leaving already, waits as long."""
     until_s = time.monotonic() + timeout_s
-    while not future.done() and (left_s := until_s - time.monotonic()) > 0:
+    while not future.done() and (remaining_s := until_s - time.monotonic()) > 0:
         with suppress(asyncio.CancelledError):
-            await asyncio.wait((future,), timeout=left_s)
+            await asyncio.wait((future,), timeout=remaining_s)

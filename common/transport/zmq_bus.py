@@ -201,7 +201,7 @@ class ZmqBus:
             known: dict[int, str] = {zmq.EAGAIN: "its queue is full", zmq.EHOSTUNREACH: "is not connected"}
             raise PeerUnreachable(f"{peer}: {known.get(error.errno or 0, str(error))}") from error
         finally:
-            self._look_at(source)
+            self._poll_source(source)
         self.counters.sent += 1
 
     def _send_large(self, source: _Source, peer: InstanceId, data: bytes) -> None:
@@ -304,7 +304,7 @@ class ZmqBus:
         except zmq.ZMQError as error:  # a full queue has a connection
             return error.errno != zmq.EHOSTUNREACH
         finally:
-            self._look_at(self._inbox)
+            self._poll_source(self._inbox)
         return True
 
     def _open_inbox(self, bind: str, advertise: str) -> None:
@@ -339,10 +339,10 @@ class ZmqBus:
         return socket
 
     def _watch(self, source: _Source) -> None:
-        self._loop.add_reader(source.fd, self._look_at, source)
-        self._look_at(source)
+        self._loop.add_reader(source.fd, self._poll_source, source)
+        self._poll_source(source)
 
-    def _look_at(self, source: _Source) -> None:
+    def _poll_source(self, source: _Source) -> None:
         if source.on_ring or source.socket.closed:
             if not source.socket.closed:
                 source.socket.getsockopt(zmq.EVENTS)  # acknowledges the signal, else the descriptor stays readable

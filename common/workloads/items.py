@@ -65,7 +65,7 @@ class ClosedLoopUsers:
 
     def __init__(self, part: ClosedLoopPart) -> None:
         self._part = part
-        self._asked = 0
+        self._taken = 0
         self._open = 0
 
     @property
@@ -75,7 +75,7 @@ class ClosedLoopUsers:
 
     def start(self, now_s: float) -> list[WorkItem]:
         """Return the first question of every user, arriving now."""
-        return self._ask(now_s, self._part.concurrency)
+        return self._take(now_s, self._part.concurrency)
 
     def answered(self, now_s: float) -> list[WorkItem]:
         """Note a complete answer. Return the next requests: none in the middle of a batch or at the end of the part."""
@@ -83,17 +83,17 @@ class ClosedLoopUsers:
             raise ValueError("an answer to a question that was not asked")
         self._open -= 1
         if not self._part.in_batches:
-            return self._ask(now_s, 1)
-        return [] if self._open else self._ask(now_s, self._part.concurrency)
+            return self._take(now_s, 1)
+        return [] if self._open else self._take(now_s, self._part.concurrency)
 
-    def _ask(self, now_s: float, count: int) -> list[WorkItem]:
+    def _take(self, now_s: float, count: int) -> list[WorkItem]:
         part, questions = self._part, []
         for _ in range(count):
             cycling = part.until_s != float("inf")
-            if now_s >= part.until_s or (self._asked >= len(part.items) and not cycling):
+            if now_s >= part.until_s or (self._taken >= len(part.items) and not cycling):
                 break
-            questions.append(replace(part.items[self._asked % len(part.items)], arrival_s=now_s))
-            self._asked += 1
+            questions.append(replace(part.items[self._taken % len(part.items)], arrival_s=now_s))
+            self._taken += 1
         self._open += len(questions)
         return questions
 

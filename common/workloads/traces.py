@@ -67,8 +67,8 @@ class Trace:
         if not hashed:
             return 0
         for block in reversed(_HASH_BLOCKS):
-            begun = all(len(row.hash_ids) == -(-row.prompt_tokens // block) for row in hashed)
-            if begun or all(len(row.hash_ids) == row.prompt_tokens // block for row in hashed):
+            rounded_up = all(len(row.hash_ids) == -(-row.prompt_tokens // block) for row in hashed)
+            if rounded_up or all(len(row.hash_ids) == row.prompt_tokens // block for row in hashed):
                 return block
         raise ConfigError("hash_ids: no power of two of tokens per id fits all rows; say how many there are")
 

@@ -115,7 +115,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
         _checked("UCX", lambda: files.ucx(settled, moves_kv)),
         _checked("GPU", lambda: files.gpu(settled, files.probe_torch)),
         _checked("GPU clocks", lambda: machine.gpu_clocks(machine.slowed_gpus(inventory.throttling()))),
-        _checked("clock", lambda: machine.clock(exposure.stays_here(settled))),
+        _checked("clock", lambda: machine.clock(exposure.is_one_machine(settled))),
         _checked("certificate", lambda: files.certificate(settled)),
         _checked("traces", lambda: files.traces(settled)),
         _checked("profiles", lambda: files.profiles(settled, [(n, load_device(n)[1].profile) for n in own])),

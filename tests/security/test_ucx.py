@@ -78,14 +78,14 @@ def test_held_to_memory_it_listens_nowhere(where: str):
 
 def test_which_pipelines_are_on_one_machine():
     def at(**endpoints: str) -> bool:
-        return exposure.stays_here(Config(endpoints=EndpointsConfig(**endpoints)))
+        return exposure.is_one_machine(Config(endpoints=EndpointsConfig(**endpoints)))
 
     assert at()
     assert at(manager="tcp://127.0.0.1:1", worker="tcp://localhost:0")
     assert at(manager="ipc:///run/m.sock", bind_host="0.0.0.0")  # nothing binds it
     assert not at(manager="tcp://127.0.0.1:1", bind_host="0.0.0.0")
     assert not at(manager="tcp://manager:1")
-    assert not exposure.stays_here(load_config([CONFIGS_DIR / "compose.yaml"]))
+    assert not exposure.is_one_machine(load_config([CONFIGS_DIR / "compose.yaml"]))
 
 
 # -- with keys ---------------------------------------------------------------------------------------------------------

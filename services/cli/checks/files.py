@@ -115,9 +115,9 @@ def ucx(
     config: Config,
     moves_kv: bool,
     has: HasModule = installed,
-    here: Callable[[UcxChoice], list[str]] = ucx_devices.chosen_here,
+    here: Callable[[UcxChoice], list[str]] = ucx_devices.resources_of,
 ) -> Finding:
-    """Check UCX, the fast link for KV; without it ZeroMQ carries it. `here`: what UCX may use, as `resources_here`."""
+    """Check UCX, the fast link for KV; without it ZeroMQ carries it. `here`: what UCX may use, as `local_resources`."""
     name = "UCX"
     if not moves_kv or "ucx" not in config.transfer.links:
         return skipped(name, "not used by this configuration")

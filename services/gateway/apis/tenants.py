@@ -26,7 +26,7 @@ from cohort.common.addresses import GATEWAY
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import RequestError
-from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow, usage_file
+from cohort.common.keys.key_usage import RETENTION_DAYS, Amounts, UsageRow, usage_file
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.batches.batch_files import folder_of
@@ -251,8 +251,8 @@ class Tenants:
         if key is None:
             raise RequestError("This server asks for no API keys: there is no usage of any.", status=404)
         given = request.query.get("days", str(_DEFAULT_DAYS))
-        if not (given.isascii() and given.isdecimal() and len(given) < 8 and int(given) <= KEPT_DAYS):
-            raise RequestError(f"days: a number from 0 to {KEPT_DAYS}.", param="days")
+        if not (given.isascii() and given.isdecimal() and len(given) < 8 and int(given) <= RETENTION_DAYS):
+            raise RequestError(f"days: a number from 0 to {RETENTION_DAYS}.", param="days")
         whose = request.query.get("keys", "own")
         if whose not in ("own", "all"):
             raise RequestError("keys: own or all.", param="keys")

@@ -46,20 +46,20 @@ class RequestTrace:
 
     def prepared(self, requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float) -> list[Request]:
         """Return the requests with their place in the trace."""
-        here = self.span.here
+        place = self.span.place
         tokenised_s = parsed_s + tokenize_s
-        self._tracing.span("parse", arrived_s, parsed_s, here)
+        self._tracing.span("parse", arrived_s, parsed_s, place)
         self._tracing.span(
-            "tokenise", parsed_s, tokenised_s, here, prompt_tokens=sum(item.prompt_tokens for item in requests)
+            "tokenise", parsed_s, tokenised_s, place, prompt_tokens=sum(item.prompt_tokens for item in requests)
         )
         self.span.note(
             request_id=requests[0].request_id, choices=len(requests), traffic_class=requests[0].traffic_class
         )
         self._offered_s = self._clock.now_s()
-        return [msgspec.structs.replace(item, traceparent=str(here)) for item in requests]
+        return [msgspec.structs.replace(item, traceparent=str(place)) for item in requests]
 
     def admitted(self, entries: Sequence[Entry]) -> None:
-        self._tracing.span("admission", self._offered_s, self._clock.now_s(), self.span.here, requests=len(entries))
+        self._tracing.span("admission", self._offered_s, self._clock.now_s(), self.span.place, requests=len(entries))
 
     def ended(
         self, now_s: float, entry: Entry, stages: Mapping[TtftStage, float], finish: FinishReason, reason: str
@@ -68,7 +68,7 @@ class RequestTrace:
         span = self.span
         if entry.predict_s:
             source = entry.prediction.source if entry.prediction is not None else "none"
-            self._tracing.span("predict", entry.opened_s, entry.opened_s + entry.predict_s, span.here, source=source)
+            self._tracing.span("predict", entry.opened_s, entry.opened_s + entry.predict_s, span.place, source=source)
         if entry.first_token_s is not None:
             span.event(entry.first_token_s, "first token", request_id=entry.request_id)
         if entry.last_token_s is not None:
@@ -77,7 +77,7 @@ class RequestTrace:
         span.event(now_s, "choice ended", request_id=entry.request_id, outcome=outcome, reason=reason)
         span.note(outcome=outcome, output_tokens=len(entry.output), attempts=entry.attempt.number + 1)
         span.note(**{f"ttft_{stage}_s": round(seconds, 6) for stage, seconds in stages.items()})
-        return f"{span.here.trace_id:032x}"
+        return f"{span.place.trace_id:032x}"
 
 
 TRACE = web.RequestKey("trace", RequestTrace)

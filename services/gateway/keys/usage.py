@@ -14,7 +14,7 @@ import structlog
 
 from cohort.common.clock import Clock
 from cohort.common.errors import RequestError
-from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow, UsageStore, Where, day_of
+from cohort.common.keys.key_usage import RETENTION_DAYS, Amounts, UsageRow, UsageStore, Where, day_of
 from cohort.common.sqlite_file import OnThread
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.keys.keyring import Key
@@ -92,7 +92,7 @@ class UsageBook:
         store, used, self._pending = self._store, self._pending, {}
         if store is None or not used:
             return
-        before = day_of(self._clock.wall_s() - DAY_S * KEPT_DAYS)
+        before = day_of(self._clock.wall_s() - DAY_S * RETENTION_DAYS)
         try:
             await store.run(lambda usage: self._write(usage, used, before))
             self._failing = False

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.common.errors import ConfigError
 from cohort.common.transport.open_links import open_links
-from cohort.common.transport.ucx_devices import UcxChoice, check_choice, chosen_here, resources_here
+from cohort.common.transport.ucx_devices import UcxChoice, check_choice, local_resources, resources_of
 from tests.hosts import DEVICE, needs_namespaces, two_hosts
 
 from .links import LinkProcess, crc_of
@@ -18,12 +18,12 @@ MB = 1 << 20
 
 
 def test_what_is_here_passes_by_every_name_that_ucx_has_for_it() -> None:
-    everything = resources_here(UcxChoice())
+    everything = local_resources(UcxChoice())
     assert "tcp/lo" in everything and "cma/memory" in everything
-    assert chosen_here(UcxChoice("tcp", "lo")) == ["tcp/lo"]
-    assert {name.partition("/")[0] for name in chosen_here(UcxChoice("sm,self"))} <= {"self", "sysv", "posix", "cma"}
-    assert not any(name.startswith("tcp/") for name in chosen_here(UcxChoice("^tcp")))
-    assert "tcp/lo" not in chosen_here(UcxChoice("", "^lo"))
+    assert resources_of(UcxChoice("tcp", "lo")) == ["tcp/lo"]
+    assert {name.partition("/")[0] for name in resources_of(UcxChoice("sm,self"))} <= {"self", "sysv", "posix", "cma"}
+    assert not any(name.startswith("tcp/") for name in resources_of(UcxChoice("^tcp")))
+    assert "tcp/lo" not in resources_of(UcxChoice("", "^lo"))
     check_choice(UcxChoice())
 
 

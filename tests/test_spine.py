@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.clock import SystemClock
 from cohort.common.config import Config, load_config
-from cohort.common.engine.worker.engine_threads import host_of
+from cohort.common.engine.worker.engine_threads import device_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.worker.worker import WorkerMachine
@@ -163,7 +163,7 @@ async def pipeline(folder: Path, run_dir: Path, said: set[str]) -> AsyncIterator
     )
     with ThreadPoolExecutor(1) as engine:
         worker = asyncio.create_task(
-            WorkerLoop(worker_context, host_of(runner), {}, machine, machine, None, engine).run()
+            WorkerLoop(worker_context, device_of(runner), {}, machine, machine, None, engine).run()
         )
         try:
             await eventually(lambda: gateway_context.ready and bool(gateway_context.metrics_url), 60.0)

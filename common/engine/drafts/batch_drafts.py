@@ -52,11 +52,11 @@ class DraftRow:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """`seconds`: what they took, without what was computed before because it lacked; `filled`: positions of that."""
+    """`seconds`: what they took, without `filled_positions`, which were computed first because the KV lacked them."""
 
     tokens: list[list[int]]
     seconds: float
-    filled: int
+    filled_positions: int
 
 
 @dataclass(slots=True)

@@ -283,17 +283,17 @@ class Followers:
                     raise _unexpected_answer(follower.rank)
 
     @property
-    def ends(self) -> list[RemoteRank]:
+    def remote_ranks(self) -> list[RemoteRank]:
         return [follower.end for follower in self._followers]
 
     async def open_links(self, order: OpenLinks, *, on_network: bool) -> set[str]:
         """Let every rank open the KV links that rank 0 has opened. Return those that all of them have. Unless they
         listen on the network, they do in the group's own folder. Raises `TransferError`."""
-        for end in self.ends:
+        for end in self.remote_ranks:
             if self.remote is not None and end.rank in self.remote.streams:
                 await end.open(self.remote.own_order(end.rank, order, end.number()))
                 continue
             bind = order.zmq_bind if on_network else f"ipc://{self._folder}/kv-{end.rank}.sock"
             own = msgspec.structs.replace(order, order=end.number(), zmq_bind=bind)
             await end.open(own if on_network else msgspec.structs.replace(own, zmq_advertise=bind))
-        return set(order.names).intersection(*(end.addresses for end in self.ends))
+        return set(order.names).intersection(*(end.addresses for end in self.remote_ranks))

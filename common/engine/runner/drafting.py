@@ -83,14 +83,14 @@ class Drafting:
         """Whether ended responses are to be reported here."""
         return self._answers is not None
 
-    def proposals(self, rows: Seq[Row]) -> list[list[int]] | None:
-        """Return the proposals for each row, whose token is the last known one; None if there are none at all."""
+    def drafts_of(self, rows: Seq[Row]) -> list[list[int]] | None:
+        """Return the draft tokens for each row, whose token is the last known one; None if there are none at all."""
         if not any([row.drafts for row in rows]):
             return None
         found = [self._propose(row.sequence)[: row.drafts] if row.drafts else [] for row in rows]
         return found if any(found) else None
 
-    def model_requests(self, rows: Seq[Row], kv: KvAllocator, number: Callable[[Sequence], int]) -> list[DraftRow]:
+    def requests_for(self, rows: Seq[Row], kv: KvAllocator, number: Callable[[Sequence], int]) -> list[DraftRow]:
         """Return requests to the model for rows that may carry drafts and have no lookup, or no reliable one."""
         if self.model is None:
             return []
@@ -100,12 +100,12 @@ class Drafting:
             if row.drafts and self._uses_model(row.sequence, row.drafts)
         ]
 
-    def drafted(self, rows: Seq[Row], requests: Seq[DraftRow], answers: Seq[list[int]]) -> None:
-        """Store the model's drafts, which `proposals` then returns."""
-        proposed = {id(each.chain): tokens for each, tokens in zip(requests, answers, strict=True)}
+    def store_drafts(self, rows: Seq[Row], requests: Seq[DraftRow], answers: Seq[list[int]]) -> None:
+        """Store the model's drafts, which `drafts_of` then returns."""
+        found = {id(each.chain): tokens for each, tokens in zip(requests, answers, strict=True)}
         for row in rows:
             expected = self._expected.get(row.sequence)
-            if self.model is not None and expected is not None and (tokens := proposed.get(id(expected.chain))):
+            if self.model is not None and expected is not None and (tokens := found.get(id(expected.chain))):
                 expected.tokens, expected.source = tokens, self.model.source
 
     def _uses_model(self, sequence: Sequence, drafts: int) -> bool:
@@ -151,11 +151,11 @@ class Drafting:
         chain = self._expected[sequence].chain
         return DraftRow(chain, list(kv.blocks(key)), None if directions is None else list(directions), sampling, number)
 
-    def expected(self, sequences: Iterable[Sequence]) -> list[Attempt]:
+    def worth_drafting(self, sequences: Iterable[Sequence]) -> list[Attempt]:
         """Return the sequences of which more is expected than the token that the step in flight samples."""
         return [s.key for s in sequences if len(self._propose(s)) > 1 or self._uses_model(s, self._most)]
 
-    def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
+    def acceptance(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
         """Return how drafts and expectations did, before the machine takes the tokens. `proposed`: drafts of each."""
         if proposed is None and not any([self._propose(each) for each in sampling]):
             return []

@@ -107,7 +107,7 @@ class ModelRunner:
         self._grammars: GrammarMasks | None = None
         self._sampled: Int64Array | None = None
         """Tokens of the last step, if the host has them when it is launched."""
-        self.memory_retries = 0  # steps the device refused memory for and that ran in halves
+        self.oom_retries = 0  # steps the device refused memory for and that ran in halves
         self._threads = options.threads
         self._prepared_thread = 0
         self._prepare_thread()
@@ -210,7 +210,7 @@ class ModelRunner:
         return self._device_steps is not None
 
     @property
-    def recorded_classes(self) -> tuple[int, ...]:
+    def captured_batch_sizes(self) -> tuple[int, ...]:
         """Row counts whose decode steps are recorded; none on a processor, or if recording failed."""
         return () if self._device_steps is None else self._device_steps.decode.classes
 
@@ -269,7 +269,7 @@ class ModelRunner:
 
     def _in_halves(self, batch: StepBatch) -> StepOutput:
         """Run the rows in two halves, if the device refuses memory although admission should prevent it."""
-        self.memory_retries += 1
+        self.oom_retries += 1
         torch.cuda.empty_cache()
         first, second = batch.split()
         log.warning("device refused memory; step runs in halves", rows=batch.num_rows, tokens=batch.num_tokens)

@@ -81,10 +81,10 @@ class _Standing:
 
 
 class BatchBuilder:
-    def __init__(self, kv: KvAllocator, *, numbered: bool = False) -> None:
-        """`numbered`: batches name each row's sequence (`StepBatch.numbers`)."""
+    def __init__(self, kv: KvAllocator, *, with_numbers: bool = False) -> None:
+        """`with_numbers`: batches name each row's sequence (`StepBatch.numbers`)."""
         self._kv = kv
-        self._numbered = numbered
+        self._with_numbers = with_numbers
         self._numbers = itertools.count(1)
         self._directed = type(kv).directions is not KvAllocator.directions
         self._standing: dict[Sequence, _Standing] = {}
@@ -190,7 +190,7 @@ class BatchBuilder:
             adapters=self._adapters,
             more_tables=more_tables,
             more_slots=more_slots,
-            numbers=np.array([each.number for each in self._rows], dtype=np.int64) if self._numbered else None,
+            numbers=np.array([each.number for each in self._rows], dtype=np.int64) if self._with_numbers else None,
             drafts=drafts,
         )
         return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]

@@ -266,7 +266,7 @@ def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[s
     if runner.device.type != "cuda":
         return []
     warnings = []
-    if config.engine.cuda_graph_memory_bytes and not runner.recorded_classes:
+    if config.engine.cuda_graph_memory_bytes and not runner.captured_batch_sizes:
         warnings.append(
             "decode steps are not recorded as CUDA graphs (the worker's log says why): "
             "every step is launched kernel by kernel"

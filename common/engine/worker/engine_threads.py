@@ -40,17 +40,17 @@ log = structlog.get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
-class CpuHost:
-    """Machine that computes, as the worker loop sees it: the processor that the loop runs on itself, or a GPU."""
+class CpuDevice:
+    """Device that computes the steps: the processor on which the worker loop runs, or a GPU."""
 
-    overlaps = False
+    leaves_cpu_free = False
     """Whether a step leaves the processor free: the results of the step before are then sent while it computes. On a
     processor that would only take the step's own time."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.free_bytes = 0
-        """Free device memory at the last `count_free`, for the worker's reports."""
+        """Free device memory at the last `update_free_bytes`, for the worker's reports."""
 
     def copier(self) -> KvCopier | StreamCopier:
         return KvCopier(self.runner.kv)
@@ -58,12 +58,12 @@ class CpuHost:
     def enter_loop(self) -> None:
         """Prepare the event loop's thread, before the links are opened."""
 
-    async def count_free(self) -> None:
+    async def update_free_bytes(self) -> None:
         self.free_bytes = meminfo_bytes(HOST, "MemAvailable")
 
 
-class GpuHost(CpuHost):
-    overlaps = True
+class GpuDevice(CpuDevice):
+    leaves_cpu_free = True
 
     def copier(self) -> KvCopier | StreamCopier:
         return StreamCopier(self.runner.kv, self.runner.stream, stream_for(self.runner.device))
@@ -73,14 +73,14 @@ class GpuHost(CpuHost):
         torch.cuda.set_device(self.runner.device)
         torch.cuda.synchronize(self.runner.device)
 
-    async def count_free(self) -> None:
+    async def update_free_bytes(self) -> None:
         """Count in a thread: the driver may take milliseconds to answer, or wait for a lock that a launch holds."""
         free, _ = await asyncio.to_thread(torch.cuda.mem_get_info, self.runner.device)
         self.free_bytes = int(free)
 
 
-def host_of(runner: ModelRunner) -> CpuHost:
-    return GpuHost(runner) if runner.device.type == "cuda" else CpuHost(runner)
+def device_of(runner: ModelRunner) -> CpuDevice:
+    return GpuDevice(runner) if runner.device.type == "cuda" else CpuDevice(runner)
 
 
 @dataclass(slots=True)
@@ -88,11 +88,11 @@ class StepUnderWay:
     plan: IterationPlan
     batch: StepBatch
     sampling: list[Sequence]
-    begun_s: float
+    begun_at_s: float
     """Time at which its rows could begin: when it was handed over or, queued after another, when that one had ended."""
-    launched: asyncio.Future[None]
+    launch_future: asyncio.Future[None]
     """Future that is done once the engine thread has begun it (on a GPU: launched it); work then delays nothing."""
-    computed: asyncio.Future[StepOutput | None]
+    output_future: asyncio.Future[StepOutput | None]
     """Output; None: it had copies only. Raises what the step raised."""
     drafting_s: float = 0.0
     """Time of a draft model's proposals before it."""
@@ -100,14 +100,14 @@ class StepUnderWay:
 
 class EngineThreads:
     def __init__(
-        self, host: CpuHost, copier: KvCopier | StreamCopier, gaps: IterationGaps, engine: ThreadPoolExecutor
+        self, device: CpuDevice, copier: KvCopier | StreamCopier, gaps: IterationGaps, engine_thread: ThreadPoolExecutor
     ) -> None:
-        """`engine`: one thread, which its maker ends."""
-        self._host = host
-        self._runner = host.runner
+        """`engine_thread`: an executor with one thread; the caller shuts it down."""
+        self._device = device
+        self._runner = device.runner
         self._copier = copier
         self._gaps = gaps
-        self._engine = engine
+        self._engine_thread = engine_thread
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steps")
 
     def begin(self, plan: IterationPlan, batch: StepBatch, sampling: list[Sequence], now_s: float) -> StepUnderWay:
@@ -121,12 +121,12 @@ class EngineThreads:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(_set, launched)
 
-        self._engine.submit(self._launch, plan, batch, at_it, computed)
+        self._engine_thread.submit(self._launch, plan, batch, at_it, computed)
         return StepUnderWay(plan, batch, sampling, now_s, launched, asyncio.wrap_future(computed))
 
-    async def between(self, work: Callable[[], _Result]) -> _Result:
+    async def run_between_steps(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on the engine thread, while no step runs."""
-        return await asyncio.get_running_loop().run_in_executor(self._engine, work)
+        return await asyncio.get_running_loop().run_in_executor(self._engine_thread, work)
 
     def close(self) -> None:
         self._waiter.shutdown(wait=True)
@@ -135,7 +135,7 @@ class EngineThreads:
         self, plan: IterationPlan, batch: StepBatch, at_it: Callable[[], None], computed: Future[StepOutput | None]
     ) -> None:
         """Run the plan's rows on the engine thread, after its copies or concurrently with those that allow it."""
-        if not self._host.overlaps:
+        if not self._device.leaves_cpu_free:
             at_it()
         step: Launched | Done | None = None
         try:

@@ -1,13 +1,16 @@
-"""The live host of a `WorkerMachine`: bus, engine thread, KV links, reports.
+"""Host of a `WorkerMachine`: feeds it events, performs its effects, and runs its steps on the engine thread.
 
-    receive, links ──events──▶ machine ◀──events── tick, report, drain
-                                  │ effects ──▶ bus, transfer agent
-                                  │ StartStep ─▶ batch ─▶ engine thread ─▶ StepEnded ─▶ machine …
-                                  └ the same, ahead ─▶ behind the step that runs (`PlanAhead`)
+    receive, report, tick, drain, KV links ──events──▶ machine
+        │ effects ──▶ bus, transfer agent
+        │ StartStep ─▶ batch ─▶ engine thread ─▶ StepEnded ──▶ machine …
+        └ StartStep(ahead), the reply to `PlanAhead` ─▶ batch ─▶ queued on the engine thread after the running step
 
-The step task waits for the engine and for work, never for the network. Shortly before a step ends it has the next one
-planned and queued, if the machine can; effects are performed once the engine is at work. Everything that touches the
-machine runs on the event loop, so the machine needs no locks. Decides nothing.
+The machine (a state machine without I/O, called on the event loop only) makes all decisions. The step task waits for
+the engine and for work, never for the network. Shortly before a step ends, it asks for the next plan and queues it, if
+that needs neither a decision nor this step's results. On a GPU effects are performed after the next step's launch.
+
+Attempt: one try to compute a request. Segment: its positions on one worker. Row: a sequence's tokens in a step. Run:
+neighbouring KV blocks, sent as one piece. Lease: blocks that a receiver reserved for runs; round: one try to send them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.transfer.transfer_agent import TransferAgent, TransferOptions
-from cohort.common.engine.worker.engine_threads import CpuHost, EngineThreads, LoraLoader, StepUnderWay
+from cohort.common.engine.worker.engine_threads import CpuDevice, EngineThreads, LoraLoader, StepUnderWay
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_metrics import WorkerMetrics
@@ -89,39 +92,39 @@ from cohort.common.transport.kv_link import KvLink
 from cohort.common.types import InstanceId
 
 _TICK_S = 0.1
-_REGISTER_EVERY_S = 0.5
+_REGISTER_RETRY_S = 0.5
 _STEP_FAILURE_PAUSE_S = 0.05
-_TOGETHER = 256
-"""Maximum messages handed to the machine together: a flood must not keep the engine waiting."""
+_MAX_BATCHED_MESSAGES = 256
+"""Maximum messages handed to the machine in one call: the engine waits meanwhile."""
 
 
 class WorkerLoop:
     def __init__(
         self,
         context: ServiceContext,
-        host: CpuHost,
+        device: CpuDevice,
         links: dict[str, KvLink],
         machine: WorkerMachine,
-        told: Machine[WorkerEvent, WorkerEffect],
-        learned: LearnedState | None,
-        engine: ThreadPoolExecutor,
+        handler: Machine[WorkerEvent, WorkerEffect],
+        learned_state: LearnedState | None,
+        engine_thread: ThreadPoolExecutor,
     ) -> None:
-        """`told`: the machine itself, or its recorder. `engine`: one thread, which the caller ends."""
-        config, runner = context.config, host.runner
-        self._host = host
+        """`handler`: gets the events: `machine`, or a wrapper that records or traces them. `learned_state`: step times
+        stored over restarts. `engine_thread`: executor with one thread; the caller shuts it down."""
+        config, runner = context.config, device.runner
+        self._device = device
         self._context = context
         self._config = config
-        self._plans_ahead = settings_of(config, EngineSettings).plan_ahead
+        self._planning_ahead_enabled = settings_of(config, EngineSettings).plan_ahead
         self._machine = machine
-        self._handler = told
-        self._learned = learned
-        self._bus = context.bus
-        self._clock = context.clock
-        self._log = context.log
-        self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.memory_retries)
-        if host.overlaps:
-            self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
-        self._show = WorkerShow(context, machine, self._metrics.transfer)
+        self._handler = handler
+        self._learned_state = learned_state
+        self._bus, self._clock, self._log = context.bus, context.clock, context.log
+        self._revises_predictions = config.predictor.refine_after_prefill  # of lengths, by prompts' hidden states
+        self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.oom_retries)
+        if device.leaves_cpu_free:
+            self._metrics.engine.decode_classes_recorded().set(len(runner.captured_batch_sizes))
+        self._live_view = LiveView(context, machine, self._metrics.transfer)
         memory = _transfer_memory(runner, links)
         self._agent = TransferAgent(
             {name: GroupLink(link, memory) for name, link in links.items()},
@@ -134,31 +137,31 @@ class WorkerLoop:
             on_received=lambda lease_id, round_, error: self._feed(RunsReceived(lease_id, round_, error)),
             on_measured=lambda peer, bytes_per_s: self._feed(LinkMeasured(peer, bytes_per_s)),
         )
-        self._builder = BatchBuilder(machine.kv, numbered=runner.drafter is not None)
+        self._builder = BatchBuilder(machine.kv, with_numbers=runner.drafter is not None)
         self._drafting = _drafting(context, runner)
         self._loras = LoraLoader(runner.lora, self._feed)
-        self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
-        self._copier = host.copier()
-        self._engine = EngineThreads(host, self._copier, self._gaps, engine)
+        self._idle_gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
+        self._copier = device.copier()
+        self._engine = EngineThreads(device, self._copier, self._idle_gaps, engine_thread)
         self._step_ends = StepEndForecast()
-        self._forgotten = 0
-        """Number of ended requests when drafts of sequences that are gone were forgotten last."""
+        self._finished_at_cleanup = 0
+        """Value of `_finished` when drafts of ended sequences were last dropped."""
         self._next_plan: IterationPlan | None = None
-        """Plan that was decided and not yet begun."""
-        self._queued_plan: IterationPlan | None = None
-        """Plan to be queued after the step that runs."""
-        self._decided_s = 0.0
+        """Plan to start when no step runs."""
+        self._plan_to_queue: IterationPlan | None = None
+        """Plan to queue after the running step."""
+        self._scheduling_since_s = 0.0  # time at which the latest plan was requested, or had its drafts
         self._deferred_effects: list[WorkerEffect] = []
-        """Effects of a step's end that are performed once the next step runs."""
-        self._step_ready = asyncio.Event()
-        self._wakeup = asyncio.Event()
-        self._addresses: dict[str, bytes] = {}
+        """Effects of a step's end that are performed once the next step was launched."""
+        self._plan_ready = asyncio.Event()
+        self._event_handled = asyncio.Event()
+        self._link_addresses: dict[str, bytes] = {}
 
     async def run(self) -> None:
         """Serve until asked to stop, then drain. All tasks end with this coroutine."""
         for manager, endpoint in self._context.manager_endpoints.items():
             self._bus.connect(manager, endpoint)
-        if self._config.predictor.refine_after_prefill:
+        if self._revises_predictions:
             self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self._context.stats = self._heartbeat
         self._context.ready = True
@@ -166,7 +169,7 @@ class WorkerLoop:
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._receive(), name="receive"),
-                    tasks.create_task(self._step(), name="step"),
+                    tasks.create_task(self._run_steps(), name="step"),
                     tasks.create_task(self._report(), name="report"),
                     tasks.create_task(self._tick(), name="tick"),
                 ]
@@ -179,8 +182,8 @@ class WorkerLoop:
             await self._agent.close()
             self._engine.close()
             self._copier.close()
-            if self._learned is not None:
-                self._learned.save()
+            if self._learned_state is not None:
+                self._learned_state.save()
 
     def _feed(self, *events: WorkerEvent) -> list[WorkerEffect]:
         """Feed events to the machine, perform its effects and return them."""
@@ -189,28 +192,28 @@ class WorkerLoop:
         return effects
 
     def _feed_deferring(self, *events: WorkerEvent) -> list[WorkerEffect]:
-        """Feed events to the machine. The next step, if there is one, is stored; the caller performs the rest."""
+        """Feed events to the machine, store a `StartStep`'s plan, and return all effects for the caller to perform."""
         addresses = self._agent.addresses
-        if addresses != self._addresses:  # a link may have had to move
-            self._addresses = addresses
+        if addresses != self._link_addresses:  # first call, or a link has opened another endpoint
+            self._link_addresses = addresses
             events = (LinkAddresses(addresses), *events)
         now_s = self._clock.now_s()
         try:
             effects = self._handler.handle(now_s, *events)
         except Exception:
-            # It may be what was learned that a decision stumbles over, and a restart must not stumble again.
-            if self._learned is not None:
-                self._learned.forget()
-                self._learned = None
+            # The stored step times may be the cause: delete them, so that the restarted worker does not fail again.
+            if self._learned_state is not None:
+                self._learned_state.forget()
+                self._learned_state = None
             raise
-        if effects and isinstance(last := effects[-1], StartStep):
-            self._decided_s = now_s
+        if effects and isinstance(last := effects[-1], StartStep):  # only the last effect can be one
+            self._scheduling_since_s = now_s
             if last.ahead:
-                self._queued_plan = last.plan
+                self._plan_to_queue = last.plan
             else:
                 self._next_plan = last.plan
-                self._step_ready.set()
-        self._wakeup.set()
+                self._plan_ready.set()
+        self._event_handled.set()
         return effects
 
     def _perform(self, effects: list[WorkerEffect]) -> None:
@@ -238,7 +241,7 @@ class WorkerLoop:
                 case LoadAdapter():
                     self._loras.load(effect)
                 case StartStep():
-                    pass  # the step task's, see `_feed_deferring`
+                    pass  # the step task starts it, see `_feed_deferring`
                 case _:
                     assert_never(effect)
 
@@ -246,153 +249,154 @@ class WorkerLoop:
         try:
             self._bus.send(peer, message)
         except PeerUnreachable as error:
-            # A message lost here is repaired: workers by deadlines, gateway and manager by their reconciliation.
+            # No retry: the receiving worker's deadline, or the manager's next reconciliation, recovers what is lost.
             self._log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
             asyncio.get_running_loop().call_soon(self._feed, Undelivered(peer, message))
 
     async def _receive(self) -> None:
-        """Receive messages. Those that arrived together are fed together, so that the machine plans once."""
+        """Receive messages. The machine gets those that have arrived in one call, so that it plans once."""
         while True:
             arrived = [await self._bus.receive()]
-            while len(arrived) < _TOGETHER and (more := self._bus.take()) is not None:
+            while len(arrived) < _MAX_BATCHED_MESSAGES and (more := self._bus.take()) is not None:
                 arrived.append(more)
             events = []
             for sender, message in arrived:
                 if isinstance(message, ToWorker):
                     events.append(Received(sender, message))
                 elif isinstance(message, Look):
-                    self._show.show(sender, message)
+                    self._live_view.send(sender, message)
                 else:
                     self._log.warning("message not for a worker", sender=sender, type=type(message).__name__)
             self._feed(*events)
 
-    # -- iterations --------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------
 
-    async def _step(self) -> None:
-        """Run one iteration after the other; at most one runs, and one is queued after it."""
+    async def _run_steps(self) -> None:
+        """Run one step after the other; at most one runs, and one is queued after it."""
         while True:
             plan, self._next_plan = self._next_plan, None
             if plan is None:
-                self._gaps.out_of_work()
-                self._step_ready.clear()
-                await self._step_ready.wait()
+                self._idle_gaps.out_of_work()
+                self._plan_ready.clear()
+                await self._plan_ready.wait()
             else:
-                await self._iterate(plan)
+                await self._run_chain(plan)
 
-    async def _iterate(self, plan: IterationPlan) -> None:
-        """Run a decided plan, and those that are planned ahead after it."""
+    async def _run_chain(self, plan: IterationPlan) -> None:
+        """Run the step of a plan, and the steps that are planned ahead after it."""
         drafting_s = await self._draft(plan)
         step = self._begin(plan)
         step.drafting_s = drafting_s
-        await step.launched
-        put_off, self._deferred_effects = self._deferred_effects, []
-        self._perform(put_off)
+        await step.launch_future
+        effects, self._deferred_effects = self._deferred_effects, []
+        self._perform(effects)
         while True:
             following = await self._plan_ahead(step)
             try:
-                output = await step.computed
+                output = await step.output_future
             except Exception as error:
                 self._log.exception("iteration failed", rows=len(step.plan.rows), tokens=step.plan.tokens)
                 if following is not None:
-                    await asyncio.wait([following.computed])  # it fails as well, and its blocks are about to be freed
-                    following.computed.exception()
+                    await asyncio.wait([following.output_future])  # it fails, too; then `StepFailed` frees its blocks
+                    following.output_future.exception()  # marks it as retrieved: else asyncio logs it
                 self._feed(StepFailed(f"iteration failed: {error}"))
-                await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # a broken device must not spin the loop
+                await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # no busy loop if every step fails
                 return
-            ended_s = self._clock.now_s()
+            ended_at_s = self._clock.now_s()
             if following is not None:
-                await following.launched
-            self._ended(step, output, ended_s - step.begun_s, alone=following is None)
+                await following.launch_future  # taking the results must not delay the launch
+            self._ended(step, output, ended_at_s - step.begun_at_s, alone=following is None)
             if following is None:
                 return
-            following.begun_s = ended_s
+            following.begun_at_s = ended_at_s
             step = following
 
     async def _draft(self, plan: IterationPlan) -> float:
-        """Let the draft model propose for rows that may carry drafts. Return the seconds that it took."""
+        """Let the draft model propose tokens for the plan's rows that may have drafts. Return the seconds it took."""
         drafting = self._drafting
-        asked = [] if drafting is None else drafting.model_requests(plan.rows, self._machine.kv, self._builder.number)
-        if drafting is None or drafting.model is None or not asked:
+        requests = [] if drafting is None else drafting.requests_for(plan.rows, self._machine.kv, self._builder.number)
+        if drafting is None or drafting.model is None or not requests:
             return 0.0
         try:
-            drafts = await self._engine.between(partial(drafting.model.propose_all, asked))
-        except Exception:  # responses do not depend on it
-            self._log.exception("the draft model failed and drafts no more", rows=len(asked))
+            drafts = await self._engine.run_between_steps(partial(drafting.model.propose_all, requests))
+        except Exception:  # without drafts the responses are the same, only slower
+            self._log.exception("draft model failed: not used until this worker restarts", rows=len(requests))
             drafting.model = None
             return 0.0
-        drafting.drafted(plan.rows, asked, drafts.tokens)
-        self._metrics.drafting(drafts.seconds, drafts.filled)
-        self._decided_s = self._clock.now_s()
+        drafting.store_drafts(plan.rows, requests, drafts.tokens)
+        self._metrics.drafting(drafts.seconds, drafts.filled_positions)
+        self._scheduling_since_s = self._clock.now_s()
         return drafts.seconds
 
-    def _begin(self, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
+    def _begin(self, plan: IterationPlan, running: list[Sequence] | None = None) -> StepUnderWay:
+        """Queue a plan's batch. `running`: sequences that the running step samples, of which this one takes tokens."""
         drafting = self._drafting
-        proposals = drafting.proposals(plan.rows) if drafting is not None and behind is None else None
-        batch, sampling = self._builder.build(plan, behind, proposals)
+        drafts = drafting.drafts_of(plan.rows) if drafting is not None and running is None else None
+        batch, sampling = self._builder.build(plan, running, drafts)
         now_s = self._clock.now_s()
-        self._metrics.engine.schedule_seconds().observe(now_s - self._decided_s)
+        self._metrics.engine.schedule_seconds().observe(now_s - self._scheduling_since_s)
         return self._engine.begin(plan, batch, sampling, now_s)
 
     async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
-        """Queue the next step after this one, as late as possible; None: it must be decided when this one has ended."""
-        after_s = self._plan_after_s(step.plan) if self._plans_ahead else None
-        if after_s is None or step.batch.drafts is not None:  # how many tokens it yields is not known before its end
+        """Plan the next step as late as possible and queue it. Return it, or None: it is planned when this one ends."""
+        after_s = self._plan_after_s(step.plan) if self._planning_ahead_enabled else None
+        if after_s is None or step.batch.drafts is not None:  # a step that verifies drafts yields 1 to n tokens per row
             return None
-        pause_s = step.begun_s + after_s - self._clock.now_s()
-        if pause_s > 0 and not step.computed.done():
-            await asyncio.wait([step.computed], timeout=pause_s)
-        if step.computed.done():
+        pause_s = step.begun_at_s + after_s - self._clock.now_s()
+        if pause_s > 0 and not step.output_future.done():
+            await asyncio.wait([step.output_future], timeout=pause_s)
+        if step.output_future.done():
             return None
-        drafting = self._drafting
-        expected = [] if drafting is None or not step.plan.watched else drafting.expected(step.sampling)
+        drafting = self._drafting  # `watched`: the machine wants to know which sequences are worth drafting
+        expected = [] if drafting is None or not step.plan.watched else drafting.worth_drafting(step.sampling)
         self._perform(self._feed_deferring(PlanAhead(expected)))
-        plan, self._queued_plan = self._queued_plan, None
-        return None if plan is None else self._begin(plan, behind=step.sampling)
+        plan, self._plan_to_queue = self._plan_to_queue, None
+        return None if plan is None else self._begin(plan, running=step.sampling)
 
     def _plan_after_s(self, plan: IterationPlan) -> float | None:
         """Return the time from this step's start until its successor is to be planned; None if its end is unknown."""
-        if self._config.predictor.refine_after_prefill and any(
-            [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
+        if self._revises_predictions and any(
+            [r.start + r.count == r.sequence.request.prompt_tokens for r in plan.rows]
         ):
-            return None  # their states are read when the step has ended, and no other runs
+            return None  # prompts end in it: their hidden states are read after it, before another step runs
         return self._step_ends.plan_after_s(plan, self._machine.times)
 
     def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
         """Take a step's results. `alone`: no other step was queued after it."""
         if step.batch.drafts is None:
             self._step_ends.note(step.plan, latency_s)
-        scores, drafts = scores_of(step.plan, step.batch, output), list[Drafted]()
+        scores, drafts = prompt_logprobs_of(step.plan, step.batch, output), list[Drafted]()
         if self._drafting is not None and step.plan.watched and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
-            drafts = self._drafting.judged(step.sampling, proposed, output)
-        finished = 0 if self._drafting is None else self._finished
+            drafts = self._drafting.acceptance(step.sampling, proposed, output)
+        finished_before = 0 if self._drafting is None else self._finished
         effects = self._feed_deferring(
             StepEnded(sampled_of(step.sampling, output), latency_s, scores, drafts, step.drafting_s)
         )
-        if self._drafting is not None and (now_finished := self._finished) != self._forgotten:
-            holds, self._forgotten = self._machine.state.holds, now_finished
-            if self._drafting.learns and now_finished != finished:
+        if self._drafting is not None and self._finished != self._finished_at_cleanup:
+            holds, self._finished_at_cleanup = self._machine.state.holds, self._finished
+            if self._drafting.learns and self._finished != finished_before:  # by this step: learn from the responses
                 self._drafting.on_ended([each for each in step.sampling if not holds(each)])
-            self._drafting.forget(holds)  # between two steps: one that runs is judged by what was expected
-        if self._config.predictor.refine_after_prefill and not step.batch.scoring:
+            self._drafting.forget(holds)  # not when a request is cancelled: `acceptance` of a running step needs them
+        if self._revises_predictions and not step.batch.scoring:
             self._send_prompt_states(step.sampling)
-        if alone and self._host.overlaps and self._next_plan is not None:
-            self._deferred_effects = effects
+        if alone and self._device.leaves_cpu_free and self._next_plan is not None:
+            self._deferred_effects = effects  # the next step is launched first
         else:
             self._perform(effects)
         self._metrics.step(step.plan, latency_s)
-        self._show.ran(step.plan)
+        self._live_view.note_preemptions(step.plan)
         if self._drafting is not None:
             self._drafting.learn()
 
     @property
     def _finished(self) -> int:
-        """Requests that ended here, one way or another."""
+        """Number of requests that ended here, whatever the outcome."""
         return sum(self._machine.counters.finished.values())
 
     def _send_prompt_states(self, sampling: list[Sequence]) -> None:
-        """Send the predictor the states in which prompts ended; nothing waits for its result."""
-        for state in prompt_states(self._host.runner, sampling):
+        """Send the predictor the hidden states at the end of prompts; nothing waits for its result."""
+        for state in prompt_states(self._device.runner, sampling):
             with contextlib.suppress(PeerUnreachable):
                 self._bus.send(PREDICTOR, state)
 
@@ -406,56 +410,56 @@ class WorkerLoop:
                 self._drafting.learn()
 
     async def _report(self) -> None:
-        """Report often while the manager does not know this worker, else at the configured interval."""
+        """Register with the manager until it knows this worker; report at `REPORT_INTERVAL_S` from then on."""
         while True:
-            pause_s = _REGISTER_EVERY_S
-            await self._host.count_free()
-            for effect in self._feed(ReportDue(self._host.free_bytes)):
-                match effect:
-                    case Send(message=WorkerReport(stats=stats)):
-                        pause_s = REPORT_INTERVAL_S
-                        self._metrics.export(stats, self._agent.quarantined_blocks)
-                        if self._learned is not None:
-                            self._learned.save_if_due(self._clock.now_s())
-                    case _:
-                        pass
+            pause_s = _REGISTER_RETRY_S
+            await self._device.update_free_bytes()
+            for effect in self._feed(ReportDue(self._device.free_bytes)):
+                if isinstance(effect, Send) and isinstance(effect.message, WorkerReport):
+                    pause_s = REPORT_INTERVAL_S
+                    self._metrics.export(
+                        effect.message.stats, self._agent.quarantined_blocks
+                    )  # a link may write into those
+                    if self._learned_state is not None:
+                        self._learned_state.save_if_due(self._clock.now_s())
             await asyncio.sleep(pause_s)
 
     async def _drain(self) -> None:
-        """Finish the sequences here, except those that the manager, informed at once, moves to other workers. Those
-        left at the deadline are rescheduled by the leave."""
+        """Report the drain at once: the manager moves what it can to other workers. Finish the rest until the deadline.
+        The manager reschedules what is left then, when `DrainEnded` makes this worker leave."""
         self._feed(DrainStarted())
-        self._feed(ReportDue(self._host.free_bytes))
-        deadline_s = self._clock.now_s() + self._config.drain_s
-        while not self._machine.idle and self._clock.now_s() < deadline_s:
-            self._wakeup.clear()
+        self._feed(ReportDue(self._device.free_bytes))
+        deadline_at_s = self._clock.now_s() + self._config.drain_s
+        while not self._machine.idle and self._clock.now_s() < deadline_at_s:
+            self._event_handled.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
-                    await self._wakeup.wait()
+                    await self._event_handled.wait()
         self._feed(DrainEnded())
 
     def _heartbeat(self) -> dict[str, float]:
-        stats = self._machine.stats(self._host.free_bytes)
+        stats, quarantined = self._machine.stats(self._device.free_bytes), self._agent.quarantined_blocks
         links = {f"link_bytes_per_s.{peer}": rate for peer, rate in stats.link_rates.items()}
-        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks) | to_stats(stats.step_times) | links
+        return self._metrics.heartbeat(stats, quarantined) | to_stats(stats.step_times) | links
 
 
 def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemory:
-    whole = runner.block_geometry
-    heads = (0, whole.num_kv_heads) if runner.ranks is None else runner.ranks.share.kv_heads
-    own = RankTransfers(RankMemory(runner.kv, heads, staged=bool(links)), links)
-    return GroupMemory(own, [] if runner.followers is None else runner.followers.ends, whole)
+    full_geometry = runner.block_geometry
+    own_heads = (0, full_geometry.num_kv_heads) if runner.ranks is None else runner.ranks.share.kv_heads
+    own_rank = RankTransfers(RankMemory(runner.kv, own_heads, staged=bool(links)), links)
+    return GroupMemory(own_rank, [] if runner.followers is None else runner.followers.remote_ranks, full_geometry)
 
 
 def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     speculation = context.config.speculation
     if not speculation.drafts:
         return None
-    answers = AnswerMemory() if speculation.mode == "recent" else None
-    return Drafting(PromptLookup, speculation.max_drafts, answers, runner.drafter)
+    recent_responses = AnswerMemory() if speculation.mode == "recent" else None
+    return Drafting(PromptLookup, speculation.max_drafts, recent_responses, runner.drafter)
 
 
 def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:
+    """Return the step's tokens, one entry each: several per sequence where drafts were accepted."""
     if output is None:
         return []
     if output.counts is not None:
@@ -468,7 +472,8 @@ def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Samp
     ]
 
 
-def scores_of(plan: IterationPlan, batch: StepBatch, output: StepOutput | None) -> list[PromptScores]:
+def prompt_logprobs_of(plan: IterationPlan, batch: StepBatch, output: StepOutput | None) -> list[PromptScores]:
+    """Return the logprobs of prompt tokens, for the requests that want them."""
     if output is None or not batch.scoring:
         return []
     return [
@@ -481,60 +486,55 @@ def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs))
 
 
-class WorkerShow:
-    """View of a worker for the live page: answers `Look` with a `WorkerView`. Without requests it stores only the
-    latest sequences that lost their KV to an iteration."""
+class LiveView:
+    """Worker's part of the monitor's live page. Stores only the latest preemptions and evictions; all else is read when
+    the monitor requests a view."""
 
     def __init__(self, context: ServiceContext, machine: WorkerMachine, transfers: TransferMetrics) -> None:
         self._context = context
-        self._machine = machine
-        self._transfers = transfers
+        self._machine, self._transfers = machine, transfers
         self._decisions = DecisionLog()
 
-    def ran(self, plan: IterationPlan) -> None:
-        """Record which sequences had to leave the device for an iteration."""
+    def note_preemptions(self, plan: IterationPlan) -> None:
+        """Record which sequences were preempted or evicted to make room for a step."""
         if not plan.preempted and not plan.evicted:
             return
         now_s, here = self._context.clock.now_s(), (self._context.instance,)
         for preempt in plan.preempted:
-            name = preempt.sequence.request_id
-            self._decisions.note(now_s, "preempted", name, instances=here, reason=preempt.how)
+            self._decisions.note(now_s, "preempted", preempt.sequence.request_id, instances=here, reason=preempt.how)
         for sequence in plan.evicted:
             self._decisions.note(now_s, "evicted", sequence.request_id, instances=here, reason="parked for later")
 
-    def show(self, sender: InstanceId, asked: Look) -> None:
-        """Answer the monitor's request. A view that cannot be sent is not missed: the next one is fresher."""
+    def send(self, sender: InstanceId, request: Look) -> None:
+        """Send a view to the monitor, and to nobody else. If it cannot be reached, the view is dropped."""
         if sender != MONITOR:
             return
         with contextlib.suppress(PeerUnreachable):
-            self._context.bus.send(MONITOR, self._view(asked.cells))
+            self._context.bus.send(MONITOR, self._view(request.cells))
 
-    def _view(self, cells: int) -> WorkerView:
+    def _view(self, map_cells: int) -> WorkerView:
         machine, now_s = self._machine, self._context.clock.now_s()
         rows = rows_of(machine, now_s)
-        sent = received = 0.0
+        moved = {"sent": 0.0, "received": 0.0}
         for labels, amount in self._transfers.bytes.values():
-            if labels.get("direction") == "sent":
-                sent += amount
-            else:
-                received += amount
+            moved["sent" if labels.get("direction") == "sent" else "received"] += amount
         return WorkerView(
             instance=self._context.instance,
             role=machine.setup.capacity.role.value,
             sequences=len(machine.state.held),
             rows=rows,
-            blocks=blocks_of(machine, rows, cells),
+            blocks=blocks_of(machine, rows, map_cells),
             decisions=self._decisions.latest(now_s),
             iteration=iteration_of(machine.state.in_flight),
-            kv_sent_bytes=sent,
-            kv_received_bytes=received,
+            kv_sent_bytes=moved["sent"],
+            kv_received_bytes=moved["received"],
             drafts=drafts_of(machine.state.counters),
         )
 
 
 def prompt_states(runner: ModelRunner, sampled: list[Sequence]) -> list[PromptState]:
     """Return the model's final hidden states at the end of prompts, for the length predictor: one message per sequence
-    that has just sampled its first token. Empty for models that store no states and for steps that ran in parts."""
+    that has sampled its first token. Empty if the model stores none, or if a step ran in halves for lack of memory."""
     first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and not each.request.output_known]
     states = runner.sampled_states(len(sampled)) if first else None
     if states is None:

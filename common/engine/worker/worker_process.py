@@ -45,7 +45,7 @@ from cohort.common.engine.worker.devices import (
     engine_warnings,
     model_folder,
 )
-from cohort.common.engine.worker.engine_threads import host_of
+from cohort.common.engine.worker.engine_threads import device_of
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
@@ -323,8 +323,8 @@ async def _serve(
     if followers is not None:
         followers.watch(asyncio.get_running_loop())
     await asyncio.get_running_loop().run_in_executor(engine, runner.use_grammars)
-    host = host_of(runner)
-    host.enter_loop()
+    device = device_of(runner)
+    device.enter_loop()
     warnings = engine_warnings(runner, config, own.sharers)
     for warning in warnings:
         context.log.warning(warning)
@@ -349,7 +349,7 @@ async def _serve(
     start = learned.imported if learned is not None else b""
     handler = recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start))
     handler = traced(context, guarded(context, handler), WorkerSpans)
-    loop = WorkerLoop(context, host, links, machine, handler, learned, engine)
+    loop = WorkerLoop(context, device, links, machine, handler, learned, engine)
     facts = msgspec.to_builtins(capacity.engine)
     context.facts, context.warnings = (lambda: facts), (lambda: warnings)
     context.log.info(

@@ -25,7 +25,7 @@ from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.runner.model_runner import Done, ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput
-from cohort.common.engine.worker.engine_threads import host_of
+from cohort.common.engine.worker.engine_threads import device_of
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
@@ -72,7 +72,7 @@ class FreeEngine(ModelRunner):
         self.block_size = block_size
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
-        self.memory_retries = 0
+        self.oom_retries = 0
         self.lora = LoraStore((), self.geometry, torch.float32, self.device)
         self.kv = KvTensors(
             KvGeometry(*_ONE_BYTE_PER_TOKEN, block_size),
@@ -113,7 +113,7 @@ async def serve(context: ServiceContext) -> None:
     machine = WorkerMachine(setup, compose.iteration(config), kv, random.Random(0))
     learned: LearnedState | None = None  # what such an engine teaches is of use to no other
     with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine:
-        loop = WorkerLoop(context, host_of(runner), {}, machine, machine, learned, engine)
+        loop = WorkerLoop(context, device_of(runner), {}, machine, machine, learned, engine)
         garbage.freeze_heap()
         await loop.run()
 

@@ -59,7 +59,7 @@ def test_a_rank_records_its_part(name, model_folder, every_kernel, monkeypatch):
     expected = reference_generate(folder, random_prompts((5, 19)), 4)
     with group_runner(folder, 2, graphs=(1 << 40, 1 << 40), **options) as runner:
         runner.warm_up()
-        assert runner.recorded_classes == (1, 2)
+        assert runner.captured_batch_sizes == (1, 2)
         assert check_schedule(runner, expected, run_chunked(7), shuffle=4, reverse=True) <= 1
 
 

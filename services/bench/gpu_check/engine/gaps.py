@@ -2,7 +2,7 @@
 were begun ahead.
 
 The loop runs as in a worker, on the loaded model, with a bus on which requests have arrived and which loses what is
-sent. Idle is a step's wall time less the recorded step alone, so it holds whatever the loop overlaps.
+sent. Idle is a step's wall time less the recorded step alone, so it holds whatever the loop leaves_cpu_free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cohort.common.codec import encode
 from cohort.common.config import Config, load_config
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.worker import worker_loop
-from cohort.common.engine.worker.engine_threads import host_of
+from cohort.common.engine.worker.engine_threads import device_of
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import StepEnded, WorkerEvent
@@ -162,5 +162,5 @@ def _worker(
     kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     machine = _Watched(setup, compose.iteration(config), kv, random.Random(0))
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
-    loop = worker_loop.WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine)
+    loop = worker_loop.WorkerLoop(context, device_of(runner), {}, machine, machine, None, engine)
     return machine, context, loop, engine

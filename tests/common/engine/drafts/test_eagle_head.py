@@ -150,7 +150,7 @@ class Served:
         if device_steps:
             runner.warm_up()
             steps: Any = drafter._steps
-            assert steps.decode.classes == (1, 2, 4, 8) and steps.mixed.classes and runner.recorded_classes
+            assert steps.decode.classes == (1, 2, 4, 8) and steps.mixed.classes and runner.captured_batch_sizes
         self.driver = Driver(runner, shuffle=3, reverse=reverse)
         batch = self.driver.batch
 

@@ -233,7 +233,7 @@ def test_a_batch_the_device_refuses_runs_in_halves(
     steps: Any = runner._device_steps
     monkeypatch.setattr(steps, "launch", refusing(steps.launch, most_rows=2))
     assert runner.execute(batch).tokens.tolist() == expected
-    assert runner.memory_retries == 1
+    assert runner.oom_retries == 1
 
 
 def test_only_a_gpus_memory_divides_itself(model_folder: Callable[[str], Path]) -> None:

@@ -51,7 +51,7 @@ def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[s
     expected = reference_generate(folder, random_prompts((5, 12)), 4)
     with group_runner(folder, 2, graphs=(1 << 40, 1)) as runner:
         runner.warm_up()
-        assert runner.recorded_classes == ()
+        assert runner.captured_batch_sizes == ()
         assert check_schedule(runner, expected, run_together) <= 1
 
         assert runner.followers is not None and runner.ranks is not None
@@ -77,7 +77,7 @@ def test_recorded_steps_of_two_gpus_answer_as_transformers(model_folder: Callabl
     expected = reference_generate(folder, random_prompts((5, 33, 9)), 12)
     with group_runner(folder, 2, graphs=(1 << 31, 1 << 31), devices=devices) as runner:
         runner.warm_up()
-        assert runner.recorded_classes == (1, 2, 4, 8, 16)
+        assert runner.captured_batch_sizes == (1, 2, 4, 8, 16)
         assert check_schedule(runner, expected, run_together) <= 1
 
 

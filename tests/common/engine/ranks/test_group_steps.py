@@ -84,7 +84,7 @@ def group(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -
 def test_answers_are_transformers_own(group: tuple[ModelRunner, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And every step with decode rows alone, or a prompt beside them, is a recorded one, over buffers that stay."""
     runner, folder = group
-    assert runner.recorded_classes == (1, 2, 4, 8, 16)
+    assert runner.captured_batch_sizes == (1, 2, 4, 8, 16)
     steps, ranks, told = runner._device_steps, runner.ranks, _Told(runner, monkeypatch)
     assert steps is not None and ranks is not None
     expected = reference_generate(folder, random_prompts((5, 33, 9)), 10)

@@ -52,7 +52,7 @@ def test_runs_in_halves_when_the_device_refuses(
     expected = runner.execute(batch).tokens.tolist()
     monkeypatch.setattr(runner, "_execute", refusing(runner._execute, most_rows=2))
     assert runner.execute(batch).tokens.tolist() == expected
-    assert runner.memory_retries == 2  # 5 rows → 2 + 3, 3 → 1 + 2
+    assert runner.oom_retries == 2  # 5 rows → 2 + 3, 3 → 1 + 2
     monkeypatch.setattr(runner, "_execute", lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("no room")))
     with pytest.raises(torch.OutOfMemoryError):
         runner.execute(batch)

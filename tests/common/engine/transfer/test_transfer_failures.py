@@ -13,7 +13,7 @@ import torch
 
 from cohort.common.engine.transfer import transfer_memory
 from cohort.common.engine.transfer.transfer_memory import Message, Slots
-from cohort.common.engine.worker.engine_threads import CpuHost, GpuHost
+from cohort.common.engine.worker.engine_threads import CpuDevice, GpuDevice
 from cohort.common.errors import BufferStranded, TransferError
 from cohort.common.machines.effects import ReceiveRuns, Run
 from tests.common.engine.transfer_ends import LEASE, check_arrived, check_over, extents, held_ends, scattered, until
@@ -197,16 +197,16 @@ async def test_the_loop_turns_while_the_driver_counts_free_memory(monkeypatch: p
         return 5, 9
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", slow)
-    host = GpuHost(SimpleNamespace(device=torch.device("cuda", 0)))  # type: ignore[arg-type]
-    asking = asyncio.create_task(host.count_free())
+    host = GpuDevice(SimpleNamespace(device=torch.device("cuda", 0)))  # type: ignore[arg-type]
+    asking = asyncio.create_task(host.update_free_bytes())
     assert await turns_while(free, began) == 100
     await asking
     assert host.free_bytes == 5
 
 
 async def test_the_processors_memory_is_counted() -> None:
-    host = CpuHost(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
-    await host.count_free()
+    host = CpuDevice(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    await host.update_free_bytes()
     assert host.free_bytes > 0
 
 

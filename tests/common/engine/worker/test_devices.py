@@ -194,7 +194,7 @@ class Runner:
     ranks = None
 
     def __init__(self, classes: tuple[int, ...], family: str = "llama") -> None:
-        self.recorded_classes = classes
+        self.captured_batch_sizes = classes
         self.geometry = type("Geometry", (), {"family": family})
 
 
@@ -217,7 +217,7 @@ def test_a_worker_on_a_processor_says_what_computes(model_folder: Callable[[str]
     facts = engine_facts(runner)
     assert facts.device and facts.capability == "" and facts.dtype == "float32"
     assert facts.kernels == facts.decode_attention in ("native", "reference")
-    assert runner.recorded_classes == () and engine_warnings(runner, Config(), 2) == []
+    assert runner.captured_batch_sizes == () and engine_warnings(runner, Config(), 2) == []
 
 
 def test_a_worker_on_a_processor_looks_at_its_memory_before_it_reads(

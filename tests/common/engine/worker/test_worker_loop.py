@@ -24,7 +24,7 @@ from cohort.common.config import load_config
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.worker.engine_threads import StepUnderWay, host_of
+from cohort.common.engine.worker.engine_threads import StepUnderWay, device_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.worker.worker import WorkerMachine
@@ -160,7 +160,7 @@ async def worker(
         compose.allocation(config, capacity.geometry, capacity.num_blocks, 0),
         Random(0),
     )
-    loop = asyncio.create_task(WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine).run())
+    loop = asyncio.create_task(WorkerLoop(context, device_of(runner), {}, machine, machine, None, engine).run())
     try:
         yield Running(bus, machine, registry, runner)
     finally:
@@ -249,12 +249,12 @@ async def test_the_same_tokens_with_steps_begun_behind_prompts(
     behind_prompts = chunks = 0
     begin = WorkerLoop._begin
 
-    def counted(self: WorkerLoop, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
+    def counted(self: WorkerLoop, plan: IterationPlan, running: list[Sequence] | None = None) -> StepUnderWay:
         nonlocal behind_prompts, chunks
         flying = self._machine.plan_in_flight
-        behind_prompts += behind is not None and flying is not plan and any(row.count > 1 for row in flying.rows)
-        chunks += behind is not None and any(row.count > 1 for row in plan.rows)
-        return begin(self, plan, behind)
+        behind_prompts += running is not None and flying is not plan and any(row.count > 1 for row in flying.rows)
+        chunks += running is not None and any(row.count > 1 for row in plan.rows)
+        return begin(self, plan, running)
 
     monkeypatch.setattr(WorkerLoop, "_begin", counted)
     ahead, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=True, **options)

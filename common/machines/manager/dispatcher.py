@@ -11,7 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from cohort.common.machines.manager.roster import Managed, Roster
+from cohort.common.machines.manager.roster import ManagedAttempt, Roster
 from cohort.common.messages import BindSegment, Message, Placed, PrefetchKv, Refused, StartSegment
 from cohort.common.policies import interface as policies
 from cohort.common.policies.interface import (
@@ -73,7 +73,7 @@ class Dispatcher:
                 if managed is not None and managed.item is not None and managed.waiting:
                     self._place(now_s, managed, managed.item, dispatch, cluster)
 
-    def start(self, now_s: float, managed: Managed, item: WaitingRequest, index: int, batch_id: int) -> None:
+    def start(self, now_s: float, managed: ManagedAttempt, item: WaitingRequest, index: int, batch_id: int) -> None:
         """Send a segment of a placed request to its worker, by its index and batch."""
         segments, request = managed.segments, item.request
         if request.waited_s:  # resubmitted: its place in line is that of its first attempt
@@ -82,7 +82,7 @@ class Dispatcher:
         if instance is None:
             return
         following = segments[index + 1].instance if index + 1 < len(segments) else None
-        self._roster.engage(now_s, managed, instance)
+        self._roster.assign(now_s, managed, instance)
         self._send(
             instance,
             StartSegment(
@@ -100,7 +100,12 @@ class Dispatcher:
         self._send(gateway, refused)
 
     def _place(
-        self, now_s: float, managed: Managed, item: WaitingRequest, dispatch: policies.Dispatch, cluster: ClusterView
+        self,
+        now_s: float,
+        managed: ManagedAttempt,
+        item: WaitingRequest,
+        dispatch: policies.Dispatch,
+        cluster: ClusterView,
     ) -> None:
         assert not managed.live, f"{managed.attempt} is placed and is on {[*managed.live]}"
         decision = self._placement.place(now_s, item, cluster, dispatch.instance)
@@ -153,15 +158,15 @@ class ParkedRequests:
     _roster: Roster
     _policy: LateBinding | None
     _send: Callable[[InstanceId, Message], None]
-    _start: Callable[[float, Managed, WaitingRequest, int, int], None]
-    _lost: Callable[[float, Managed, str], None]
+    _start: Callable[[float, ManagedAttempt, WaitingRequest, int, int], None]
+    _lost: Callable[[float, ManagedAttempt, str], None]
     """`ManagerMachine._reschedule`: gives an attempt back."""
 
     @property
     def binds(self) -> bool:
         return self._policy is not None
 
-    def on_parked(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
+    def on_parked(self, now_s: float, managed: ManagedAttempt, instance: InstanceId, positions: int) -> bool:
         """Record that a worker holds the computed positions parked. Return False if that was known."""
         if managed.parked_at == instance:
             return False
@@ -169,7 +174,7 @@ class ParkedRequests:
         self._offer_to_policy(now_s, managed)
         return True
 
-    def moved(self, now_s: float, managed: Managed) -> None:
+    def moved(self, now_s: float, managed: ManagedAttempt) -> None:
         if self._policy is not None:
             self._policy.moved(now_s, managed.request_id)
             self._offer_to_policy(now_s, managed)
@@ -193,7 +198,7 @@ class ParkedRequests:
     def metrics(self) -> dict[str, float]:
         return {} if self._policy is None else self._policy.metrics()
 
-    def _offer_to_policy(self, now_s: float, managed: Managed) -> None:
+    def _offer_to_policy(self, now_s: float, managed: ManagedAttempt) -> None:
         """Report the request to the policy, once no other worker holds any of it: one on the way here may still."""
         if self._policy is None or list(managed.live) != [managed.parked_at]:
             return
@@ -245,7 +250,7 @@ class Evacuation:
 
     _roster: Roster
     _send: Callable[[InstanceId, Message], None]
-    _start: Callable[[float, Managed, WaitingRequest, int, int], None]
+    _start: Callable[[float, ManagedAttempt, WaitingRequest, int, int], None]
     _moves_kv: bool
 
     def reported(self, now_s: float, instance: InstanceId) -> None:
@@ -263,7 +268,7 @@ class Evacuation:
                 self._move(now_s, managed, managed.item, instance, target)
 
     def _move(
-        self, now_s: float, managed: Managed, item: WaitingRequest, holder: InstanceId, target: InstanceId
+        self, now_s: float, managed: ManagedAttempt, item: WaitingRequest, holder: InstanceId, target: InstanceId
     ) -> None:
         """Move one request. The holder knows where exactly it goes on; until its offer, the submitted tokens count."""
         assert target != holder and holder in managed.live, f"{managed.attempt} goes from {holder} to {target}"

@@ -89,15 +89,15 @@ class StartupWait:
         """Start to wait for the workers that are expected now."""
         self.listened_at_s = now_s + min(LISTEN_S, self._settle_s)
         self._settled_at_s = now_s + self._settle_s
-        self._any_lost = not self._lost_workers.isdisjoint(self._roster.expected)
-        self._roster.expected -= self._lost_workers
+        self._any_lost = not self._lost_workers.isdisjoint(self._roster.expected_workers)
+        self._roster.expected_workers -= self._lost_workers
         self._named: dict[InstanceId, list[Attempt]] = {}
 
     def on_worker_lost(self, now_s: float, worker: InstanceId) -> None:
         """Record a lost worker: a node may take it along with the former manager."""
         self._lost_workers.add(worker)
-        if worker in self._roster.expected and now_s < self._settled_at_s:
-            self._roster.expected.discard(worker)
+        if worker in self._roster.expected_workers and now_s < self._settled_at_s:
+            self._roster.expected_workers.discard(worker)
             self._any_lost = True
 
     def on_registered(self, worker: InstanceId) -> None:
@@ -105,7 +105,7 @@ class StartupWait:
 
     def has_listened(self, now_s: float) -> bool:
         """Return whether placements may begin: a worker that registers later must not find all work at the first."""
-        return now_s >= self.listened_at_s or (bool(self._roster.expected) and self._all_registered())
+        return now_s >= self.listened_at_s or (bool(self._roster.expected_workers) and self._all_registered())
 
     def has_settled(self, now_s: float) -> bool:
         if self._any_lost and self._all_registered():
@@ -127,4 +127,4 @@ class StartupWait:
         self._named.clear()
 
     def _all_registered(self) -> bool:
-        return self._roster.expected <= self._roster.workers.keys()
+        return self._roster.expected_workers <= self._roster.workers.keys()

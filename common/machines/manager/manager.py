@@ -28,7 +28,7 @@ from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.manager.dispatcher import Dispatcher, Evacuation, ManagerCounters, ParkedRequests
 from cohort.common.machines.manager.leadership import Leadership, StartupWait
-from cohort.common.machines.manager.roster import LostAttempts, Managed, Roster
+from cohort.common.machines.manager.roster import LostAttempts, ManagedAttempt, Roster
 from cohort.common.machines.senders import may_send
 from cohort.common.messages import (
     AttemptsLost,
@@ -263,7 +263,7 @@ class ManagerMachine:
         if not self._lead.leads:
             self._roster.forget_unclaimed()
         elif self._settling.has_settled(now_s):
-            for attempt, holders in self._roster.unclaimed_since_long(now_s):
+            for attempt, holders in self._roster.take_stale_unclaimed(now_s):
                 for holder in holders:
                     self._send(holder, Cancel([attempt], "no gateway owns it"))
         self._roster.forget_finished(now_s)
@@ -277,7 +277,7 @@ class ManagerMachine:
         if len(self._order):
             if now_s < self._settling.listened_at_s:
                 wake_s = min(wake_s, self._settling.listened_at_s)
-            wake_s = min(wake_s, self._lost.until_s or wake_s)
+            wake_s = min(wake_s, self._lost.waits_until_s or wake_s)
         return wake_s
 
     def _hello(self) -> ManagerHello:
@@ -288,7 +288,7 @@ class ManagerMachine:
         assert not self._roster.requests, f"takes over and has {self.live} requests"
         self.counters.takeovers += 1
         workers = self._roster.forget_workers()
-        self._roster.expected = {*workers, *hello.workers}
+        self._roster.expected_workers = {*workers, *hello.workers}
         self._settling.begin(now_s)
         for peer in (*workers, *(name for name in self._roster.gateways if name != hello.instance)):
             self._send(peer, self._hello())
@@ -333,7 +333,7 @@ class ManagerMachine:
             self._dispatcher.refuse(sender, Refused(request.attempt, 429, "the manager's queue is full", "queue_full"))
             return False
         item = WaitingRequest(request, now_s, request.prediction)
-        self._roster.add(Managed(request.attempt, sender, item, waiting=True))
+        self._roster.add(ManagedAttempt(request.attempt, sender, item, waiting=True))
         waiting = len(self._order)
         self._order.add(now_s, item)
         assert len(self._order) == waiting + 1, f"{request.attempt} came, {len(self._order)} wait after {waiting}"
@@ -386,18 +386,18 @@ class ManagerMachine:
         known = self._roster.workers.get(message.instance)
         if known is not None and known.incarnation != message.incarnation:
             self._worker_lost(now_s, message.instance, "restarted")
-        self._roster.registered(now_s, message)
+        self._roster.register_worker(now_s, message)
         self._settling.on_registered(message.instance)
         self._send(message.instance, Registered(self._incarnation, self._lead.epoch, self._lead.leads))
 
     def _report(self, now_s: float, report: WorkerReport) -> bool:
-        missing = self._roster.reported(now_s, report)
-        if missing is None:
+        lost_or_stalled = self._roster.read_report(now_s, report)
+        if lost_or_stalled is None:
             self._send(report.instance, self._hello())  # asks it to register
             return False
         self._placement.reported(now_s, self._roster.workers[report.instance].view)
-        for managed in missing:
-            why = "does not hold it any more" if managed.idle_since_s is None else "waits in vain"
+        for managed in lost_or_stalled:
+            why = "does not hold it any more" if managed.stalled_since_s is None else "waits in vain"
             self._reschedule(now_s, managed, f"{report.instance} {why}")
         self._vacating.reported(now_s, report.instance)
         return True
@@ -414,7 +414,7 @@ class ManagerMachine:
         if (
             len(self._order)
             and cluster.instances
-            and not self._lost.awaited(now_s)  # lost requests are in the queue again, before all that came later
+            and not self._lost.waits(now_s)  # lost requests are in the queue again, before all that came later
             and self._settling.has_listened(now_s)
         ):
             self._dispatcher.dispatch(now_s, cluster)
@@ -427,8 +427,8 @@ class ManagerMachine:
         match message.outcome:
             case Outcome.FINISHED:
                 self.counters.finished += 1
-                self._roster.disengage(managed, message.instance)
-                self._roster.finished(now_s, managed.attempt)
+                self._roster.unassign(managed, message.instance)
+                self._roster.note_finished(now_s, managed.attempt)
                 self._placement.completed(now_s, managed.request_id)
                 self._forget(now_s, managed, "finished")
             case Outcome.HANDED_OVER:
@@ -436,34 +436,34 @@ class ManagerMachine:
             case Outcome.PARKED:
                 return self._parked.on_parked(now_s, managed, message.instance, message.positions)
             case Outcome.CANCELLED:
-                self._roster.disengage(managed, message.instance)
+                self._roster.unassign(managed, message.instance)
                 if not managed.live:
                     self._reschedule(now_s, managed, message.reason)
             case Outcome.FAILED:
-                self._roster.disengage(managed, message.instance)
+                self._roster.unassign(managed, message.instance)
                 self._reschedule(now_s, managed, f"{message.instance}: {message.reason}")
             case _:
                 assert_never(message.outcome)
         return True
 
-    def _handed_over(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
+    def _handed_over(self, now_s: float, managed: ManagedAttempt, instance: InstanceId) -> None:
         if instance not in managed.live:
             return  # sent twice
-        self._roster.disengage(managed, instance)
+        self._roster.unassign(managed, instance)
         if not managed.live:  # adopted before the receiver was there
             for holder in self._roster.computing(managed.attempt):
                 if holder != instance:
-                    self._roster.engage(now_s, managed, holder)
+                    self._roster.assign(now_s, managed, holder)
             if not managed.live:
                 self._reschedule(now_s, managed, f"{instance}: handed over to an unknown worker")
                 return
         self._parked.moved(now_s, managed)
 
-    def _reschedule(self, now_s: float, managed: Managed, reason: str) -> None:
+    def _reschedule(self, now_s: float, managed: ManagedAttempt, reason: str) -> None:
         """Give an attempt up as lost; its gateway decides how it goes on."""
         self._give_back(now_s, [managed], reason)
 
-    def _give_back(self, now_s: float, lost: Sequence[Managed], reason: str) -> None:
+    def _give_back(self, now_s: float, lost: Sequence[ManagedAttempt], reason: str) -> None:
         """Give attempts up, with one message to each gateway."""
         attempts: dict[InstanceId, list[Attempt]] = {}
         for managed in lost:
@@ -476,11 +476,11 @@ class ManagerMachine:
             self.counters.attempts_lost += len(new)
             self._send(gateway, AttemptsLost(own, reason))
 
-    def _forget(self, now_s: float, managed: Managed, reason: str) -> None:
+    def _forget(self, now_s: float, managed: ManagedAttempt, reason: str) -> None:
         for instance in self._drop(now_s, managed):
             self._send(instance, Cancel([managed.attempt], reason))
 
-    def _drop(self, now_s: float, managed: Managed) -> list[InstanceId]:
+    def _drop(self, now_s: float, managed: ManagedAttempt) -> list[InstanceId]:
         assert not (managed.waiting and managed.live), f"{managed.attempt} waits and is on {[*managed.live]}"
         holders = self._roster.remove(managed)
         if managed.waiting:

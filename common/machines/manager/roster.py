@@ -1,10 +1,11 @@
-"""The manager's memory: which gateways and workers are there, and which attempt is where.
+"""The manager's record of gateways, workers, and the attempts on them.
 
-    gateway says outstanding ──┐                       ┌── worker says held, awaiting
-                               ▼                       ▼
-                 requests: attempt ── live on ──▶ workers: live, held, fresh
-                               │
-        in requests  = claimed │ held by a worker, in no request = unclaimed, since when
+    gateway lists outstanding ──▶ requests ── assign ──▶ workers: live ◀── worker reports held, awaiting
+
+Attempt: one try to compute a request; a resubmission is the next one. Segment: its positions on one worker. `live`:
+sent to a worker and not ended there. `held`: reported by a worker; `awaiting`: held, and its KV has not arrived.
+`unreported`: sent, and in no report yet. Claimed: in `requests`, because a gateway submitted or listed it. Unclaimed:
+held and not claimed, with the time since when. Parked: computed, and its KV is kept until the next worker is chosen.
 
 Called by `ManagerMachine` alone. Answers which attempts are lost with a worker, and which are held although no gateway
 claims them. Sends nothing, decides nothing about a request.
@@ -23,26 +24,26 @@ from cohort.common.policies.serving_views import ServingViews
 from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 _HOLD_GRACE_S = 2.0
-"""Time in which a worker's report may miss what was sent to it."""
+"""Time after an attempt was sent to a worker in which reports without it do not make it lost."""
 _FINISHED_GRACE_S = 5.0
-"""Time that a finished request's last tokens may need to its gateway: they travel on another connection."""
-_REMEMBERED_S = 30.0
-"""Time for which the end of an attempt is stored: a gateway that still waits for its tokens has not lost it."""
+"""Time in which a finished request's last tokens should reach its gateway: they travel on another connection."""
+_FINISHED_REMEMBERED_S = 30.0
+"""Time for which finished attempts are stored: one that its gateway still lists is not taken for lost."""
 RESUBMIT_S = 0.1
-"""Maximum time that placements wait for lost attempts to come again: far longer than the round trip."""
-_NOTICE_S = 1.5
-"""Time for which a first notice counts as delivered; it doubles with every repetition. Gateways list their attempts
-every second, so a lost notice is repeated after the second list."""
-_LONGEST_S = 12.0
-_LOST_REMEMBERED_S = 60.0
-"""Time since the last notice, more than `_LONGEST_S`. An attempt named after it counts as lost anew."""
+"""Maximum time for which placement pauses, so that lost requests are resubmitted and go first: many round trips."""
+_RENOTIFY_AFTER_S = 1.5
+"""Time after which an `AttemptsLost` is repeated if the gateway still lists the attempt; it doubles each time. Gateways
+send a list every second: the second one after a lost message has it repeated."""
+_MAX_RENOTIFY_S = 12.0
+_NOTICE_REMEMBERED_S = 60.0
+"""Time for which a notice is stored, more than `_MAX_RENOTIFY_S`. An attempt listed later counts as newly lost."""
 
 
 @dataclass(slots=True)
 class Gateway:
-    incarnation: int
+    incarnation: int  # of its process: another number after every restart
     endpoint: str
-    last_seen_s: float
+    last_seen_at_s: float
 
 
 @dataclass(slots=True)
@@ -50,52 +51,55 @@ class Worker:
     incarnation: int
     endpoint: str
     view: InstanceView
-    last_report_s: float
+    last_report_at_s: float
     held: set[Attempt] = field(default_factory=set)
-    """Attempts that it holds, by its registration and the reports since."""
-    awaiting: set[Attempt] = field(default_factory=set)
-    """Attempts among `held` whose KV has not arrived yet."""
-    live: dict[RequestId, Managed] = field(default_factory=dict)
-    """Mirror of `Managed.live`."""
-    attempts: set[Attempt] = field(default_factory=set)
-    unheld: dict[Attempt, None] = field(default_factory=dict)
-    """Attempts in `attempts` that the worker has not named yet, or names no longer."""
-    order: int = 0
-    """Place of its first registration among all workers'."""
-    report: int = 0
-    """Number of the last report that was used; 0 = none since it registered."""
-    idle: bool = False
-    """Whether a request in `live` may have `idle_since_s` set."""
-    fresh: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
+    """Attempts that it has, waiting or computing, according to its registration and the reports since."""
+    awaiting: set[Attempt] = field(default_factory=set)  # a part of `held`
+    live: dict[RequestId, ManagedAttempt] = field(default_factory=dict)  # the inverse of `ManagedAttempt.live`
+    attempts: set[Attempt] = field(default_factory=set)  # of `live`
+    unconfirmed: dict[Attempt, None] = field(default_factory=dict)
+    """Attempts in `live` and not in `held`, in the order in which they became so."""
+    order: int = 0  # rank by first registration: a stable order of workers
+    last_report_number: int = 0  # of the last report that was used; 0 = none since it registered
+    may_have_stalled: bool = False
+    """Whether an attempt in `live` may have `stalled_since_s` set."""
+    unreported: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
     """Prefill tokens, context tokens and adapter of requests that were sent to it and are in no report yet."""
 
-    def add_fresh(self, request_id: RequestId, load: tuple[int, int, str]) -> None:
-        """Add a request sent to it. Its load is added, not summed anew: thousands may be under way."""
-        again = request_id in self.fresh
-        self.fresh[request_id] = load
+    def add_unreported(self, request_id: RequestId, load: tuple[int, int, str]) -> None:
+        """Add a request sent to it. The sums are updated, not made anew: thousands may be unreported."""
+        again = request_id in self.unreported
+        self.unreported[request_id] = load
         if again:
-            self.count_fresh()
+            self.count_unreported()
             return
-        prefill, context, adapter = load
-        view = self.view
+        view, (prefill, context, adapter) = self.view, load
         view.assigned_requests += 1
         view.assigned_prefill_tokens += prefill
         view.assigned_context_tokens += context
         if adapter:
             view.assigned_adapters |= {adapter}
 
-    def count_fresh(self) -> None:
-        """Count work that was sent to the worker but is not in its last report as load."""
-        self.view.assigned_requests = len(self.fresh)
-        self.view.assigned_prefill_tokens = sum(prefill for prefill, _, _ in self.fresh.values())
-        self.view.assigned_context_tokens = sum(context for _, context, _ in self.fresh.values())
-        self.view.assigned_adapters = frozenset([adapter for _, _, adapter in self.fresh.values() if adapter])
+    def drop_reported(self) -> None:
+        """Drop the load of requests that a report shows."""
+        unreported, unconfirmed, live = self.unreported, self.unconfirmed, self.live
+        self.unreported = (
+            {n: unreported[n] for n in unreported if live[n].attempt in unconfirmed} if unconfirmed else {}
+        )
+        self.count_unreported()
+
+    def count_unreported(self) -> None:
+        """Count as load what was sent to the worker and is not in its last report."""
+        self.view.assigned_requests = len(self.unreported)
+        self.view.assigned_prefill_tokens = sum(prefill for prefill, _, _ in self.unreported.values())
+        self.view.assigned_context_tokens = sum(context for _, context, _ in self.unreported.values())
+        self.view.assigned_adapters = frozenset([adapter for _, _, adapter in self.unreported.values() if adapter])
 
 
 @dataclass(slots=True, eq=False)
-class Managed:
-    """Live attempt. `item`: its request as the policies see it, None for one adopted from workers after a restart.
-    `live`: instances whose segment has not ended, and since when they are expected to hold it."""
+class ManagedAttempt:
+    """Attempt that waits for placement or is on workers. `item`: its request as policies see it; None if workers had it
+    before this manager led. `live`: instances whose segment of it has not ended, and when it was sent there."""
 
     attempt: Attempt
     gateway: InstanceId
@@ -104,11 +108,10 @@ class Managed:
     segments: tuple[Segment, ...] = ()
     live: dict[InstanceId, float] = field(default_factory=dict)
     parked_at: InstanceId = ""
-    """Worker that reported it parked for late binding, with `parked_positions` computed."""
+    """Worker that computed `parked_positions` of it and keeps their KV until the next worker is chosen; "" = none."""
     parked_positions: int = 0
-    idle_since_s: float | None = None
-    """Time since which every worker that holds the attempt reports waiting for another worker, although the manager
-    knows of none. None while one of them makes progress."""
+    stalled_since_s: float | None = None
+    """Time since which all workers in `live` wait for its KV, so that nobody computes it; None if one does not wait."""
 
     @property
     def request_id(self) -> RequestId:
@@ -119,16 +122,16 @@ class Roster:
     def __init__(self, report_timeout_s: float) -> None:
         self.gateways: dict[InstanceId, Gateway] = {}
         self.workers: dict[InstanceId, Worker] = {}
-        self.requests: dict[RequestId, Managed] = {}
-        self.expected: set[InstanceId] = set()
-        """Workers that a gateway named when it greeted."""
+        self.requests: dict[RequestId, ManagedAttempt] = {}
+        self.expected_workers: set[InstanceId] = set()
+        """Workers that gateways know of: after a start the manager waits until they have registered."""
         self._report_timeout_s = report_timeout_s
         self._views: ServingViews | None = None
         self._claimed: set[Attempt] = set()
         self._unclaimed: dict[Attempt, float] = {}
-        """Attempts that a worker holds and no gateway claims, with the time since when, oldest first."""
-        self._other_holders: dict[Attempt, list[InstanceId]] = {}
-        """Workers that hold an attempt without being in its `live`: nearly always unclaimed, or just ended."""
+        """Unclaimed attempts, and the time since which they are known as such, oldest first."""
+        self._stray_holders: dict[Attempt, list[InstanceId]] = {}
+        """Workers that hold an attempt which is not live there: nearly always unclaimed, or just ended."""
         self._registrations = 0
         self._finished: deque[Attempt] = deque()
         self._finished_at_s: dict[Attempt, float] = {}
@@ -136,176 +139,173 @@ class Roster:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def register_gateway(self, now_s: float, hello: GatewayHello) -> bool:
-        """Record a gateway. Return whether one of this name has restarted: its earlier requests are void."""
+        """Record a gateway. Return whether it has restarted: then its earlier requests are void."""
         known = self.gateways.get(hello.instance)
         self.gateways[hello.instance] = Gateway(hello.incarnation, hello.endpoint, now_s)
-        self.expected.update(hello.workers)
+        self.expected_workers.update(hello.workers)
         return known is not None and known.incarnation != hello.incarnation
 
     def touch_gateway(self, now_s: float, sender: InstanceId) -> bool:
-        """Return False if this gateway has not greeted yet."""
+        """Record a sign of life. Return False if the gateway has sent no `GatewayHello` yet."""
         gateway = self.gateways.get(sender)
         if gateway is None:
             return False
-        gateway.last_seen_s = now_s
+        gateway.last_seen_at_s = now_s
         return True
 
     def silent_gateways(self, now_s: float) -> list[InstanceId]:
-        return [name for name, it in self.gateways.items() if now_s - it.last_seen_s > self._report_timeout_s]
+        return [name for name, it in self.gateways.items() if now_s - it.last_seen_at_s > self._report_timeout_s]
 
-    def requests_of(self, gateway: InstanceId) -> list[Managed]:
+    def requests_of(self, gateway: InstanceId) -> list[ManagedAttempt]:
         return [managed for managed in self.requests.values() if managed.gateway == gateway]
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    def registered(self, now_s: float, message: RegisterWorker) -> None:
+    def register_worker(self, now_s: float, message: RegisterWorker) -> None:
         known = self.workers.get(message.instance)
-        assert known is None or known.incarnation == message.incarnation, f"{message.instance} was not removed before"
+        assert known is None or known.incarnation == message.incarnation, f"{message.instance}: old process is listed"
         view = InstanceView(message.instance, message.capacity)
         self._views = None
         self._registrations += 1
         worker = Worker(message.incarnation, message.endpoint, view, now_s, order=self._registrations)
-        if known is not None:  # the same process once more: it keeps what it was given
-            worker.live, worker.attempts, worker.idle = known.live, known.attempts, known.idle
-            worker.held, worker.unheld, worker.order = known.held, known.unheld, known.order
-            worker.fresh = known.fresh
+        if known is not None:  # the same process, after the manager had lost sight of it: keep what was sent to it
+            worker.live, worker.attempts, worker.may_have_stalled = known.live, known.attempts, known.may_have_stalled
+            worker.held, worker.unconfirmed, worker.order = known.held, known.unconfirmed, known.order
+            worker.unreported = known.unreported
         self.workers[message.instance] = worker
         worker.awaiting = set(message.awaiting)
-        self._holds(message.instance, worker, {*message.held, *message.awaiting})
-        worker.fresh = {name: load for name, load in worker.fresh.items() if worker.live[name].attempt in worker.unheld}
-        worker.count_fresh()
+        self._replace_held(message.instance, worker, {*message.held, *message.awaiting})
+        worker.drop_reported()
         self._note_unclaimed(now_s, message.held, message.awaiting)
 
-    def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
-        """Return attempts that it should hold and does not, or that make no progress anywhere; None if this worker
-        counts as dead or unknown. Costs what changed since the report before it, and once a second all that is held."""
+    def read_report(self, now_s: float, report: WorkerReport) -> list[ManagedAttempt] | None:
+        """Record a report. Return attempts that the worker should hold and does not, or that are stalled; None if it
+        counts as dead or unknown. Costs what changed; once a second, with a full report, all that is held."""
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None
-        worker.last_report_s = now_s
-        view = worker.view
+        worker.last_report_at_s, view = now_s, worker.view
         view.report_age_s = 0.0
         if view.draining is not report.draining:
             view.draining = report.draining
             self._views = None
-        if report.since and report.since != worker.report:
-            return []  # the one before it was lost: a sign of life
-        worker.report = report.sequence
+        if report.since and report.since != worker.last_report_number:
+            return []  # it has the changes since a report that was lost: a full one follows
+        worker.last_report_number = report.sequence
         view.stats = report.stats
         worker.awaiting = set(report.awaiting)
         if report.since:
             for attempt in report.gone:
-                self._left(report.instance, worker, attempt)
+                self._remove_held(report.instance, worker, attempt)
             for attempt in (*report.held, *report.awaiting):
-                self._add_holder(report.instance, worker, attempt)
+                self._add_held(report.instance, worker, attempt)
         else:
-            self._holds(report.instance, worker, {*report.held, *report.awaiting})
-        missing = self._missing(now_s, report.instance, worker)
-        if worker.fresh:
-            fresh, unheld, live = worker.fresh, worker.unheld, worker.live
-            worker.fresh = {name: fresh[name] for name in fresh if live[name].attempt in unheld} if unheld else {}
-            worker.count_fresh()
+            self._replace_held(report.instance, worker, {*report.held, *report.awaiting})
+        lost_or_stalled = self._lost_or_stalled(now_s, report.instance, worker)
+        if worker.unreported:
+            worker.drop_reported()
         self._touched(report.instance)
-        if report.since or self._unclaimed or not worker.held <= self._claimed:  # sets of known hashes
+        if report.since or self._unclaimed or not worker.held <= self._claimed:  # cheap: hashes are stored
             self._note_unclaimed(now_s, report.held, report.awaiting)
-        return missing
+        return lost_or_stalled
 
-    def _holds(self, instance: InstanceId, worker: Worker, held: set[Attempt]) -> None:
-        for attempt in sorted(worker.held - held):  # `unheld` keeps this order, and a set's differs by process
-            self._left(instance, worker, attempt)
+    def _replace_held(self, instance: InstanceId, worker: Worker, held: set[Attempt]) -> None:
+        for attempt in sorted(worker.held - held):  # `unconfirmed` keeps this order: it must be reproducible
+            self._remove_held(instance, worker, attempt)
         for attempt in held - worker.held:
-            self._add_holder(instance, worker, attempt)
+            self._add_held(instance, worker, attempt)
 
-    def _add_holder(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
+    def _add_held(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
         if attempt in worker.held:
             return
         worker.held.add(attempt)
         if attempt in worker.attempts:
-            worker.unheld.pop(attempt, None)
+            worker.unconfirmed.pop(attempt, None)
         else:
-            self._other_holders.setdefault(attempt, []).append(instance)
+            self._stray_holders.setdefault(attempt, []).append(instance)
 
-    def _left(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
+    def _remove_held(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
         worker.held.discard(attempt)
         if attempt in worker.attempts:
-            worker.unheld[attempt] = None
+            worker.unconfirmed[attempt] = None
         else:
-            self._remove_holder(attempt, instance)
+            self._remove_stray(attempt, instance)
 
-    def _remove_holder(self, attempt: Attempt, instance: InstanceId) -> None:
-        """Remove a worker from an attempt's other holders: it dropped the attempt, or runs it now."""
-        holders = self._other_holders.get(attempt)
+    def _remove_stray(self, attempt: Attempt, instance: InstanceId) -> None:
+        """Remove a worker from an attempt's stray holders: it dropped the attempt, or was assigned it."""
+        holders = self._stray_holders.get(attempt)
         if holders is not None and instance in holders:
             holders.remove(instance)
             if not holders:
-                del self._other_holders[attempt]
+                del self._stray_holders[attempt]
                 self._unclaimed.pop(attempt, None)
 
-    def _missing(self, now_s: float, instance: InstanceId, worker: Worker) -> list[Managed]:
-        """Return what a report shows as lost. Nearly always the worker holds and computes all that it should."""
+    def _lost_or_stalled(self, now_s: float, instance: InstanceId, worker: Worker) -> list[ManagedAttempt]:
+        """Return attempts that a report shows as lost or stalled. Cheap in the usual case, that there are none."""
         live, awaiting = worker.live, worker.awaiting
-        missing = [
+        lost_or_stalled = [
             managed
-            for managed in (live[attempt.request_id] for attempt in worker.unheld)
+            for managed in (live[attempt.request_id] for attempt in worker.unconfirmed)
             if now_s - managed.live[instance] > _HOLD_GRACE_S
         ]
-        if not (awaiting or worker.idle):
-            return missing
+        if not (awaiting or worker.may_have_stalled):
+            return lost_or_stalled
         for managed in live.values():
-            if managed.attempt in worker.unheld:
+            if managed.attempt in worker.unconfirmed:
                 continue
             if managed.attempt not in awaiting:
-                managed.idle_since_s = None
-            elif self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
-                missing.append(managed)
-        worker.idle = worker.idle and any(managed.idle_since_s is not None for managed in live.values())
-        return missing
+                managed.stalled_since_s = None
+            elif self._stalled_for_s(now_s, managed) > _HOLD_GRACE_S:
+                lost_or_stalled.append(managed)
+        if worker.may_have_stalled:
+            worker.may_have_stalled = any(managed.stalled_since_s is not None for managed in live.values())
+        return lost_or_stalled
 
-    def _idle_for_s(self, now_s: float, managed: Managed) -> float:
-        """Return how long every holder has been waiting: the message that the attempt is parked, or where it goes on
-        from there, was lost with a connection or with a former manager."""
+    def _stalled_for_s(self, now_s: float, managed: ManagedAttempt) -> float:
+        """Return for how long all holders have been waiting for KV: no one sends it if the message that the attempt is
+        parked, or which worker comes next, was lost with a connection or a former leader."""
         waits = list(managed.live) != [managed.parked_at] and all(
             managed.attempt in self.workers[name].awaiting for name in managed.live
         )
         if not waits:
-            managed.idle_since_s = None
-        elif managed.idle_since_s is None:
-            managed.idle_since_s = now_s
+            managed.stalled_since_s = None
+        elif managed.stalled_since_s is None:
+            managed.stalled_since_s = now_s
             for name in managed.live:
-                self.workers[name].idle = True
-        return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
+                self.workers[name].may_have_stalled = True
+        return now_s - managed.stalled_since_s if managed.stalled_since_s is not None else 0.0
 
-    def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
-        """Return name and silence of the workers that count as dead, after `least_s` at least. Updates report ages."""
-        silent, patience_s = [], max(self._report_timeout_s, least_s)
+    def silent_workers(self, now_s: float, min_timeout_s: float = 0.0) -> list[tuple[InstanceId, float]]:
+        """Return dead workers and their silence: longer than the timeout and `min_timeout_s`. Updates report ages."""
+        silent, timeout_s = [], max(self._report_timeout_s, min_timeout_s)
         for name, worker in self.workers.items():
-            worker.view.report_age_s = now_s - worker.last_report_s
-            if worker.view.report_age_s > patience_s:
+            worker.view.report_age_s = now_s - worker.last_report_at_s
+            if worker.view.report_age_s > timeout_s:
                 silent.append((name, worker.view.report_age_s))
         return silent
 
-    def remove_worker(self, instance: InstanceId) -> list[Managed]:
+    def remove_worker(self, instance: InstanceId) -> list[ManagedAttempt]:
         worker = self.workers.pop(instance)
         self._views = None
-        self.expected.discard(instance)
+        self.expected_workers.discard(instance)
         for attempt in worker.held - worker.attempts:
-            self._remove_holder(attempt, instance)
+            self._remove_stray(attempt, instance)
         for managed in worker.live.values():
-            assert self.requests.get(managed.request_id) is managed, f"{managed.attempt} is over and on {instance}"
+            assert self.requests.get(managed.request_id) is managed, f"ended {managed.attempt} is on {instance}"
             del managed.live[instance]
         return list(worker.live.values())
 
     def forget_workers(self) -> list[InstanceId]:
-        """Forget all workers and return their names: each has to register anew. No attempt may be live."""
+        """Forget all workers and return their names: each has to register anew. `requests` must be empty."""
         names = list(self.workers)
         self.workers.clear()
         self._views = None
-        self._other_holders.clear()
+        self._stray_holders.clear()
         self.forget_unclaimed()
         return names
 
     def serving(self) -> ServingViews:
-        """Return the workers that take requests, as views that mark changes. Cached: every event calls this."""
+        """Return views of the workers that take requests, with a record of changes. Cached: every event calls this."""
         if self._views is None:
             views = {name: worker.view for name, worker in self.workers.items() if not worker.view.draining}
             self._views = ServingViews(views)
@@ -316,9 +316,9 @@ class Roster:
             self._views.touch(instance)
 
     def computing(self, attempt: Attempt) -> list[InstanceId]:
-        """Return all workers that hold an attempt, if one of them has state of it; none if they all merely wait for its
-        KV. Called for every attempt that gateways name after a restart, so no other worker is looked at."""
-        holders = list(self._other_holders.get(attempt, ()))
+        """Return all workers that hold an attempt, if at least one of them has KV of it; else none. Called for every
+        attempt that gateways list after a restart: it must not search all workers."""
+        holders = list(self._stray_holders.get(attempt, ()))
         managed = self.requests.get(attempt.request_id)
         if managed is not None and managed.attempt == attempt:
             holders += [name for name in managed.live if attempt in self.workers[name].held]
@@ -327,71 +327,71 @@ class Roster:
 
     # -- attempts ----------------------------------------------------------------------------------------------
 
-    def add(self, managed: Managed) -> None:
+    def add(self, managed: ManagedAttempt) -> None:
         known = self.requests.get(managed.request_id)
         if known is not None:
-            assert known.attempt < managed.attempt, f"{managed.attempt} comes after {known.attempt}"
+            assert known.attempt < managed.attempt, f"{managed.attempt} is not later than {known.attempt}"
             self._claimed.discard(known.attempt)
         self.requests[managed.request_id] = managed
         self._claimed.add(managed.attempt)
         self._unclaimed.pop(managed.attempt, None)
 
     def adopt(self, now_s: float, attempt: Attempt, gateway: InstanceId, holders: Iterable[InstanceId]) -> None:
-        """Add an attempt that a former manager placed and workers still compute."""
-        adopted = Managed(attempt, gateway)
+        """Add an attempt that workers compute and that was placed before this manager started or led."""
+        adopted = ManagedAttempt(attempt, gateway)
         self.add(adopted)
         for name in holders:
-            self.engage(now_s, adopted, name)
+            self.assign(now_s, adopted, name)
 
-    def remove(self, managed: Managed) -> list[InstanceId]:
+    def remove(self, managed: ManagedAttempt) -> list[InstanceId]:
         known = self.requests.pop(managed.request_id, None)
-        assert known is managed, f"{managed.attempt} is over and was not there"
+        assert known is managed, f"{managed.attempt} is removed and was not in requests"
         self._claimed.discard(managed.attempt)
         holders = list(managed.live)
         for instance in holders:
-            self.disengage(managed, instance)
-        assert not managed.live, f"{managed.attempt} is over and on {[*managed.live]}"
+            self.unassign(managed, instance)
+        assert not managed.live, f"ended {managed.attempt} is on {[*managed.live]}"
         return [instance for instance in holders if instance in self.workers]
 
-    def engage(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
+    def assign(self, now_s: float, managed: ManagedAttempt, instance: InstanceId) -> None:
         assert instance in self.workers, f"{managed.attempt} is sent to {instance}, which is not there"
-        assert self.requests.get(managed.request_id) is managed, f"{managed.attempt} is over, and sent to {instance}"
+        assert self.requests.get(managed.request_id) is managed, f"ended {managed.attempt} is sent to {instance}"
         managed.live[instance] = now_s
         worker = self.workers[instance]
         known = worker.live.get(managed.request_id)
         if known is not None:
-            self._not_live(worker, instance, known.attempt)
+            self._remove_live(worker, instance, known.attempt)
         worker.live[managed.request_id] = managed
         worker.attempts.add(managed.attempt)
         if managed.attempt in worker.held:
-            self._remove_holder(managed.attempt, instance)
+            self._remove_stray(managed.attempt, instance)
         else:
-            worker.unheld[managed.attempt] = None
-        worker.idle |= managed.idle_since_s is not None
+            worker.unconfirmed[managed.attempt] = None
+        worker.may_have_stalled |= managed.stalled_since_s is not None
         if managed.item is not None:
             request = managed.item.request
             tokens = len(request.tokens)
-            first = bool(managed.segments) and managed.segments[0].instance == instance
-            worker.add_fresh(managed.request_id, (tokens if first else 0, tokens, request.adapter))
+            prefills = bool(managed.segments) and managed.segments[0].instance == instance  # all, by this estimate
+            worker.add_unreported(managed.request_id, (tokens if prefills else 0, tokens, request.adapter))
             self._touched(instance)
 
-    def disengage(self, managed: Managed, instance: InstanceId) -> None:
+    def unassign(self, managed: ManagedAttempt, instance: InstanceId) -> None:
         managed.live.pop(instance, None)
         worker = self.workers.get(instance)
         if worker is not None and worker.live.get(managed.request_id) is managed:
             del worker.live[managed.request_id]
-            self._not_live(worker, instance, managed.attempt)
-            if worker.fresh.pop(managed.request_id, None) is not None:
-                worker.count_fresh()
+            self._remove_live(worker, instance, managed.attempt)
+            if worker.unreported.pop(managed.request_id, None) is not None:
+                worker.count_unreported()
                 self._touched(instance)
 
-    def _not_live(self, worker: Worker, instance: InstanceId, attempt: Attempt) -> None:
+    def _remove_live(self, worker: Worker, instance: InstanceId, attempt: Attempt) -> None:
         worker.attempts.discard(attempt)
-        worker.unheld.pop(attempt, None)
+        worker.unconfirmed.pop(attempt, None)
         if attempt in worker.held:
-            self._other_holders.setdefault(attempt, []).append(instance)
+            self._stray_holders.setdefault(attempt, []).append(instance)
 
-    def finished(self, now_s: float, attempt: Attempt) -> None:
+    def note_finished(self, now_s: float, attempt: Attempt) -> None:
         if attempt not in self._finished_at_s:
             self._finished.append(attempt)
             self._finished_at_s[attempt] = now_s
@@ -405,13 +405,13 @@ class Roster:
         return now_s - self._finished_at_s.get(attempt, now_s) > _FINISHED_GRACE_S
 
     def forget_finished(self, now_s: float) -> None:
-        while self._finished and now_s - self._finished_at_s[self._finished[0]] > _REMEMBERED_S:
+        while self._finished and now_s - self._finished_at_s[self._finished[0]] > _FINISHED_REMEMBERED_S:
             del self._finished_at_s[self._finished.popleft()]
 
-    # -- what no gateway claims --------------------------------------------------------------------------------
+    # -- unclaimed attempts ------------------------------------------------------------------------------------
 
     def _note_unclaimed(self, now_s: float, held: Iterable[Attempt], awaiting: Iterable[Attempt]) -> None:
-        """Record unclaimed attempts in the worker's order, which is that of the cancels that may follow."""
+        """Record unclaimed attempts in the order of the report: they may be cancelled in that order."""
         claimed = self._claimed
         if not (claimed.issuperset(held) and claimed.issuperset(awaiting)):
             for attempt in (*held, *awaiting):
@@ -419,22 +419,23 @@ class Roster:
                     self._unclaimed.setdefault(attempt, now_s)
 
     def forget_unclaimed(self) -> None:
-        """Forget unclaimed attempts. Called while this manager does not lead: gateways then name nothing to it."""
+        """Forget unclaimed attempts. Called while another manager leads: gateways list their attempts to that one."""
         self._unclaimed.clear()
 
-    def unclaimed_since_long(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
-        """Return, once, the attempts that no gateway has named for as long as one would need to, with their holders."""
-        patience_s = max(_HOLD_GRACE_S, self._report_timeout_s)
+    def take_stale_unclaimed(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
+        """Return attempts unclaimed for longer than gateways need to list them, with their holders. Forgets them."""
+        timeout_s = max(_HOLD_GRACE_S, self._report_timeout_s)
         found = []
         while self._unclaimed:
-            attempt, since_s = next(iter(self._unclaimed.items()))
-            if now_s - since_s <= patience_s:
+            attempt, unclaimed_since_s = next(iter(self._unclaimed.items()))
+            if now_s - unclaimed_since_s <= timeout_s:
                 break
             del self._unclaimed[attempt]
-            found.append((attempt, sorted(self._other_holders[attempt], key=lambda name: self.workers[name].order)))
+            found.append((attempt, sorted(self._stray_holders[attempt], key=lambda name: self.workers[name].order)))
         return found
 
     def check(self) -> None:
+        """Raise `InvariantViolated` if two indexes disagree."""
         for request_id, managed in self.requests.items():
             if managed.request_id != request_id:
                 raise InvariantViolated(f"{managed.attempt} is filed under {request_id}")
@@ -449,83 +450,82 @@ class Roster:
         for instance, worker in self.workers.items():
             for request_id, managed in worker.live.items():
                 if self.requests.get(request_id) is not managed or instance not in managed.live:
-                    raise InvariantViolated(f"{instance} has {managed.attempt}, which is not there")
+                    raise InvariantViolated(f"{managed.attempt} is live in {instance}'s record only")
             if worker.attempts != {managed.attempt for managed in worker.live.values()}:
-                raise InvariantViolated(f"{instance}: its attempts are not those that are live there")
-            if worker.unheld.keys() != worker.attempts - worker.held:
-                raise InvariantViolated(f"{instance} is thought not to hold {sorted(worker.unheld)}")
+                raise InvariantViolated(f"{instance}: `attempts` differs from `live`")
+            if worker.unconfirmed.keys() != worker.attempts - worker.held:
+                raise InvariantViolated(f"{instance}: unconfirmed are {sorted(worker.unconfirmed)}")
             counted = (worker.view.assigned_requests, worker.view.assigned_context_tokens)
-            if counted != (len(worker.fresh), sum(context for _, context, _ in worker.fresh.values())):
-                raise InvariantViolated(f"{instance} counts {counted} of {len(worker.fresh)} on their way")
-            if not worker.fresh.keys() <= worker.live.keys():
-                raise InvariantViolated(f"{instance} counts load of {sorted(worker.fresh.keys() - worker.live.keys())}")
+            if counted != (len(worker.unreported), sum(context for _, context, _ in worker.unreported.values())):
+                raise InvariantViolated(f"{instance} counts {counted} for {len(worker.unreported)} unreported")
+            if not worker.unreported.keys() <= worker.live.keys():
+                raise InvariantViolated(f"{instance}: not all that is unreported is live")
         claimed = {managed.attempt for managed in self.requests.values()}
         if claimed != self._claimed:
-            raise InvariantViolated(f"claimed: {len(self._claimed)} attempts, live: {len(claimed)}")
+            raise InvariantViolated(f"only claimed or only in requests: {sorted(claimed ^ self._claimed)}")
         if both := claimed & self._unclaimed.keys():
-            raise InvariantViolated(f"claimed, and claimed by nobody: {sorted(both)}")
-        held = [(a, name) for name, it in self.workers.items() for a in it.held - it.attempts]
-        if sorted(held) != sorted((a, name) for a, names in self._other_holders.items() for name in names):
-            raise InvariantViolated(
-                f"{len(held)} are held where they are not live, {len(self._other_holders)} are known"
-            )
-        if not self._unclaimed.keys() <= self._other_holders.keys():
+            raise InvariantViolated(f"both claimed and unclaimed: {sorted(both)}")
+        stray = [(a, name) for name, it in self.workers.items() for a in it.held - it.attempts]
+        if sorted(stray) != sorted((a, name) for a, names in self._stray_holders.items() for name in names):
+            raise InvariantViolated(f"stray are {sorted(stray)}, recorded {self._stray_holders}")
+        if not self._unclaimed.keys() <= self._stray_holders.keys():
             raise InvariantViolated("some are unclaimed and held by nobody")
         if self._finished_at_s.keys() != set(self._finished):
             raise InvariantViolated("the finished attempts and their times differ")
 
 
 class LostAttempts:
-    """Attempts that the manager gave back to their gateways a moment ago.
+    """Attempts of whose loss the manager has notified their gateways.
 
-        AttemptsLost ──▶ awaited, `RESUBMIT_S` at most ──▶ Submit of the next attempt
-             └─────────▶ sent, `_NOTICE_S` ──▶ sent again if its gateway still names it, `2 _SAID_S` ──▶ sent again …
+        AttemptsLost ──▶ placements wait, `RESUBMIT_S` at most ──▶ Submit of the next attempt
+        still listed by its gateway after `_RENOTIFY_AFTER_S` ──▶ AttemptsLost again; after twice that time, again …
 
-    Lost work goes before work that came later, so placements wait for it. What a gateway still names was either named
-    before it learned of the loss (`Outstanding` crosses `AttemptsLost`, many times if a process is seconds behind with
-    its messages), or the message was lost: it is sent again, ever more seldom, and counts as lost once.
+    Lost requests are placed before newer ones, so placements wait for them. A gateway may list an attempt after its
+    loss: because its `Outstanding` crossed our message, or because our message was lost. So the message is repeated,
+    at growing intervals, and the loss is counted once.
     """
 
     def __init__(self) -> None:
-        self._awaited: dict[RequestId, float] = {}
+        self._waits_until_s: dict[RequestId, float] = {}
         """Requests whose next attempt is expected, and until when placements wait for it."""
-        self._notified: dict[Attempt, tuple[float, float]] = {}
-        """Attempts by the time of their gateway's last notice, oldest first, and how long that counts as delivered."""
+        self._notices: dict[Attempt, tuple[float, float]] = {}
+        """Time of an attempt's last notice, and the time after which it is repeated; oldest notice first."""
 
     def due_notices(self, now_s: float, attempts: Iterable[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
-        """Return the attempts whose loss the gateway must learn of: for the first time, and again. Marks them sent."""
-        said = self._notified
-        while said and now_s - next(iter(said.values()))[0] >= _LOST_REMEMBERED_S:
-            del said[next(iter(said))]
-        news, again = [], []
+        """Return the attempts to notify for the first time, and those to notify again. Records both as notified."""
+        notices = self._notices
+        while notices and now_s - next(iter(notices.values()))[0] >= _NOTICE_REMEMBERED_S:
+            del notices[next(iter(notices))]
+        first, again = [], []
         for attempt in attempts:
-            told_s, wait_s = said.get(attempt, (now_s, 0.0))
+            notified_at_s, wait_s = notices.get(attempt, (now_s, 0.0))
             if not wait_s:
-                news.append(attempt)
-                said[attempt] = now_s, _NOTICE_S
-            elif now_s - told_s >= wait_s:
+                first.append(attempt)
+                notices[attempt] = now_s, _RENOTIFY_AFTER_S
+            elif now_s - notified_at_s >= wait_s:
                 again.append(attempt)
-                assert wait_s <= _LONGEST_S < _LOST_REMEMBERED_S, f"{attempt} counts as told for {wait_s} s"
-                del said[attempt]  # to the end of the order
-                said[attempt] = now_s, min(2 * wait_s, _LONGEST_S)
-        return news, again
+                assert wait_s <= _MAX_RENOTIFY_S < _NOTICE_REMEMBERED_S, f"{attempt}: repeated only after {wait_s} s"
+                del notices[attempt]  # the newest notice is the last
+                notices[attempt] = now_s, min(2 * wait_s, _MAX_RENOTIFY_S)
+        return first, again
 
     def expect(self, now_s: float, attempts: Iterable[Attempt]) -> None:
-        self._awaited.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
+        self._waits_until_s.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
 
     def resolve(self, request_id: RequestId) -> None:
-        self._awaited.pop(request_id, None)
+        self._waits_until_s.pop(request_id, None)
 
-    def awaited(self, now_s: float) -> bool:
-        if self._awaited:
-            self._awaited = {name: until_s for name, until_s in self._awaited.items() if now_s < until_s}
-        return bool(self._awaited)
+    def waits(self, now_s: float) -> bool:
+        """Return whether placements wait, after dropping requests whose time is over."""
+        if self._waits_until_s:
+            self._waits_until_s = {name: until_s for name, until_s in self._waits_until_s.items() if now_s < until_s}
+        return bool(self._waits_until_s)
 
     @property
-    def until_s(self) -> float | None:
-        """Time at which placements wait no longer, as far as known."""
-        return max(self._awaited.values(), default=None)
+    def waits_until_s(self) -> float | None:
+        """Latest time until which placements wait; None if they do not."""
+        return max(self._waits_until_s.values(), default=None)
 
     def clear(self) -> None:
-        self._awaited.clear()
-        self._notified.clear()
+        self._waits_until_s.clear()
+        self._notices.clear()

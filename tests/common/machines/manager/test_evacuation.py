@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cohort.common.machines.manager.dispatcher import Evacuation
-from cohort.common.machines.manager.roster import Managed, Roster
+from cohort.common.machines.manager.roster import ManagedAttempt, Roster
 from cohort.common.messages import BindSegment, Message, RegisterWorker, WorkerReport
 from cohort.common.policies.interface import WaitingRequest
 from cohort.common.types import Attempt, InstanceId, Request, Role, SamplingParams, Segment, WorkerCapacity, WorkerStats
@@ -21,20 +21,20 @@ class Drained:
         self.started: list[tuple[Attempt, tuple[Segment, ...], int]] = []
         self.vacating = Evacuation(self.roster, lambda peer, it: self.said.append((peer, it)), self.start, True)
         for name, free in (("u", 0), ("v", free_blocks)):
-            self.roster.registered(0.0, RegisterWorker(name, 1, f"at-{name}", CAPACITY, []))
+            self.roster.register_worker(0.0, RegisterWorker(name, 1, f"at-{name}", CAPACITY, []))
             stats = WorkerStats(free_blocks=free)
-            self.roster.reported(0.0, WorkerReport(name, 1, 1, stats, [], draining=name == "u"))
+            self.roster.read_report(0.0, WorkerReport(name, 1, 1, stats, [], draining=name == "u"))
         for name in names:
             request = Request(Attempt(name, 0), "g", [1] * PROMPT, PROMPT, SamplingParams(max_tokens=50), 0.0)
-            managed = Managed(
+            managed = ManagedAttempt(
                 request.attempt, "g", WaitingRequest(request, 0.0, None), segments=(Segment(0, None, "u"),)
             )
             self.roster.add(managed)
-            self.roster.engage(0.0, managed, "u")
+            self.roster.assign(0.0, managed, "u")
 
-    def start(self, now_s: float, managed: Managed, item: WaitingRequest, index: int, batch_id: int) -> None:
+    def start(self, now_s: float, managed: ManagedAttempt, item: WaitingRequest, index: int, batch_id: int) -> None:
         self.started.append((managed.attempt, managed.segments, index))
-        self.roster.engage(now_s, managed, "v")
+        self.roster.assign(now_s, managed, "v")
 
     def moved(self) -> list[str]:
         self.vacating.reported(1.0, "u")

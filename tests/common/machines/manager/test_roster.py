@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.machines.manager.roster import Managed, Roster
+from cohort.common.machines.manager.roster import ManagedAttempt, Roster
 from cohort.common.messages import RegisterWorker, WorkerReport
 from cohort.common.types import Attempt, Role, WorkerCapacity, WorkerStats
 
@@ -14,19 +14,19 @@ def test_attempts_without_an_owner_come_in_the_order_their_worker_named_them() -
     first = [Attempt(f"r{number}", 1) for number in range(20)]
     later = [Attempt(f"s{number}", 1) for number in range(20)]
     roster = Roster(report_timeout_s=3.0)
-    roster.registered(0.0, RegisterWorker("u", 1, "at-u", CAPACITY, first))
-    assert roster.reported(0.1, WorkerReport("u", 1, 1, WorkerStats(), [*first, *later])) == []
-    assert roster.unclaimed_since_long(10.0) == [(attempt, ["u"]) for attempt in [*first, *later]]
+    roster.register_worker(0.0, RegisterWorker("u", 1, "at-u", CAPACITY, first))
+    assert roster.read_report(0.1, WorkerReport("u", 1, 1, WorkerStats(), [*first, *later])) == []
+    assert roster.take_stale_unclaimed(10.0) == [(attempt, ["u"]) for attempt in [*first, *later]]
 
 
 def test_attempts_that_a_worker_no_longer_names_are_missed_in_an_order_of_their_own() -> None:
     attempts = [Attempt(f"r{number:02}", 1) for number in range(20)]
     roster = Roster(report_timeout_s=3.0)
-    roster.registered(0.0, RegisterWorker("u", 1, "at-u", CAPACITY, []))
+    roster.register_worker(0.0, RegisterWorker("u", 1, "at-u", CAPACITY, []))
     for attempt in attempts:
-        managed = Managed(attempt, "gateway")
+        managed = ManagedAttempt(attempt, "gateway")
         roster.add(managed)
-        roster.engage(0.0, managed, "u")
-    assert roster.reported(0.1, WorkerReport("u", 1, 1, WorkerStats(), attempts[::-1])) == []
-    missing = roster.reported(10.0, WorkerReport("u", 1, 2, WorkerStats(), []))
+        roster.assign(0.0, managed, "u")
+    assert roster.read_report(0.1, WorkerReport("u", 1, 1, WorkerStats(), attempts[::-1])) == []
+    missing = roster.read_report(10.0, WorkerReport("u", 1, 2, WorkerStats(), []))
     assert missing is not None and [managed.attempt for managed in missing] == attempts

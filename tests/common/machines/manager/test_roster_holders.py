@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.machines.manager.roster import Managed, Roster
+from cohort.common.machines.manager.roster import ManagedAttempt, Roster
 from cohort.common.messages import RegisterWorker, WorkerReport
 from cohort.common.types import Attempt, WorkerStats
 from tests.common.machines.manager.test_roster import CAPACITY
@@ -50,7 +50,7 @@ def test_changes_add_up_to_what_is_held(steps: list[tuple[object, ...]]) -> None
 
     def register(name: str, held: set[Attempt], awaiting: set[Attempt]) -> None:
         message = RegisterWorker(name, 1, f"at-{name}", CAPACITY, sorted(held - awaiting), sorted(awaiting))
-        roster.registered(now_s, message)
+        roster.register_worker(now_s, message)
         senders[name].told, last[name], in_order[name] = None, (held | awaiting, awaiting), True
 
     for name in WORKERS:
@@ -63,7 +63,7 @@ def test_changes_add_up_to_what_is_held(steps: list[tuple[object, ...]]) -> None
                 if fate == "lost":
                     in_order[name] = False
                 else:
-                    assert roster.reported(now_s, report) is not None
+                    assert roster.read_report(now_s, report) is not None
                     in_order[name] |= not report.since
                     if in_order[name]:
                         last[name] = held | awaiting, awaiting
@@ -75,13 +75,13 @@ def test_changes_add_up_to_what_is_held(steps: list[tuple[object, ...]]) -> None
                         roster.remove(managed)
             case ("placed", str(name), Attempt() as attempt) if name in roster.workers:
                 if attempt.request_id not in roster.requests:
-                    managed = Managed(attempt, "gateway")
+                    managed = ManagedAttempt(attempt, "gateway")
                     roster.add(managed)
-                    roster.engage(now_s, managed, name)
+                    roster.assign(now_s, managed, name)
             case ("ended" | "over" as what, str(name), Attempt() as attempt):
                 known = roster.requests.get(attempt.request_id)
                 if known is not None:
-                    roster.disengage(known, name)
+                    roster.unassign(known, name)
                     if what == "over" or not known.live:
                         roster.remove(known)
         roster.check()

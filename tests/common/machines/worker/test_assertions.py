@@ -12,7 +12,7 @@ from cohort.common.kv.shared_blocks import SharedBlocks, Tenant
 from cohort.common.machines.events import AdapterLoaded, Received, RunsSent, Sampled, StepEnded, Tick
 from cohort.common.machines.gateway.ledger import Ledger
 from cohort.common.machines.manager.leadership import Leadership
-from cohort.common.machines.manager.roster import Managed, Roster
+from cohort.common.machines.manager.roster import ManagedAttempt, Roster
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import Cancel, KvAccepted, KvGrant, TokenUpdate
 from cohort.common.types import Attempt, Request, Role, SamplingParams
@@ -189,9 +189,9 @@ def test_tokens_of_a_request_that_counts_as_waiting() -> None:
 
 def test_an_older_attempt_after_a_newer_one() -> None:
     roster = Roster(1.0)
-    roster.add(Managed(Attempt("r", 2), "gateway", waiting=True))
-    with pytest.raises(AssertionError, match="comes after"):
-        roster.add(Managed(Attempt("r", 1), "gateway", waiting=True))
+    roster.add(ManagedAttempt(Attempt("r", 2), "gateway", waiting=True))
+    with pytest.raises(AssertionError, match="is not later than"):
+        roster.add(ManagedAttempt(Attempt("r", 1), "gateway", waiting=True))
 
 
 def test_a_manager_that_leads_with_an_epoch_of_another() -> None:

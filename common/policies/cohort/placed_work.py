@@ -1,7 +1,7 @@
 """What is on a worker, as the placement knows it: the last report, and what was placed there since.
 
-A report says how much of every prompt is left and how long its context is; promises and cached tokens only the
-placement knows (`Known`). From both follow the prompts before a newcomer, in the worker's order, and their pace.
+A report says how much of every prompt is left and how long its context is; promises and cached tokens are known from
+`RequestRecord`s only. From both follow the prompts before a newcomer, in the worker's order, and their pace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.arriving_prompts import slowdown
 from cohort.common.policies.cohort.block_wait import BlockWait
-from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.mixing import HEADROOM, LEAST_PREFILL
 from cohort.common.policies.cohort.prompt_order import PromptOrder, Ranked
 from cohort.common.policies.cohort.reported_queue import Prompt, ReportedQueue
+from cohort.common.policies.cohort.request_record import RequestRecord
 from cohort.common.policies.cohort.ttft_forecast import Pace, prompt_pace
 from cohort.common.policies.interface import InstanceView
 from cohort.common.policies.settings import CohortSettings
@@ -44,7 +44,7 @@ class InTransit(NamedTuple):
     pairs: float
     decode_context: int
     needed: float
-    known: Known
+    record: RequestRecord
 
 
 class PlacedWork:
@@ -78,10 +78,10 @@ class PlacedWork:
         self._pace: Pace | None = None
         self._paced_by: tuple[StepTimes, int, int, float, WorkerCapacity] | None = None
         self._memory: tuple[float, float, float] | None = None
-        self._crowded: tuple[int, float] | None = None
+        self._max_step: tuple[int, float] | None = None
         self._slowed: dict[float, float] = {}
 
-    def refresh(self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known]) -> bool:
+    def refresh(self, now_s: float, view: InstanceView, records: Mapping[RequestId, RequestRecord]) -> bool:
         """Read the newest report, best when it comes; True if there was one. Costs what changed with it."""
         stats = view.stats
         if stats is self._stats:
@@ -90,10 +90,10 @@ class PlacedWork:
         if abs(times.token_s - self.token_s) > _REPRICED * self.token_s:
             self.token_s, anew = times.token_s, True
         self._stats, self._view, self.reported_s = stats, view, now_s
-        removed, added, updated = self.reported.read(now_s, view, known, anew=anew)
+        removed, added, updated = self.reported.read(now_s, view, records, anew=anew)
         self._memory = None
         if anew or times != self.times:
-            self._crowded = None  # else as long as any iteration that can come: also of fewer rows
+            self._max_step = None  # else as long as any iteration that can come: also of fewer rows
         if updated or times != self.times:
             self._strictest = None
             self._slowed.clear()
@@ -121,7 +121,7 @@ class PlacedWork:
         """Mark a request, of which more is known now, to be read anew with the next report."""
         self.reported.invalidate(request_id)
 
-    def place(self, now_s: float, request: Known, *, prompt: bool, decode: bool, output: float) -> None:
+    def place(self, now_s: float, request: RequestRecord, *, prompt: bool, decode: bool, output: float) -> None:
         """Record what was sent here: the request's prompt, its decode row, or both."""
         rest = request.tokens - request.cached
         rank = self.rank(now_s, request) if prompt else None
@@ -142,7 +142,7 @@ class PlacedWork:
             self._in_transit_sums = needed + coming.needed, variance + request.variance
         self._replace(removed, _prompts_of(coming))
 
-    def _growth(self, request: Known, tokens: int, output: float) -> float:
+    def _growth(self, request: RequestRecord, tokens: int, output: float) -> float:
         """Return the positions that a newcomer will need."""
         if self._view is None or not (geometry := self._view.capacity.geometry).frees_behind_window:
             return tokens + output
@@ -193,7 +193,7 @@ class PlacedWork:
             _go_on(self._pairs, first, [prompt.pairs for prompt in rest])
             _go_on(self._needs, first, [prompt.needed for prompt in rest])
 
-    def rank(self, now_s: float, request: Known) -> RankKey:
+    def rank(self, now_s: float, request: RequestRecord) -> RankKey:
         """Return the place of a newcomer among the prompts here."""
         return self._rank(now_s, request, request.tokens)[0]
 
@@ -232,21 +232,21 @@ class PlacedWork:
         for other in companions:
             queue = other.reported
             rows, context, bound_s = rows + queue.rows, context + queue.context, min(bound_s, queue.bound_s)
-        decodes = BatchShape(0, 0, 0, rows, context)
+        decodes = BatchShape.of_decodes(rows, context)
         most = max(1, capacity.max_step_tokens - rows)
         if not self._own_order:
             pace = prompt_pace(self.times, decodes, inf, most=most, least=1)
         else:
-            aim_s = min(options.longest_step_s, bound_s * (1.0 - HEADROOM))
-            pace = prompt_pace(self.times, decodes, aim_s, most=most, least=LEAST_PREFILL)
+            target_step_s = min(options.longest_step_s, bound_s * (1.0 - HEADROOM))
+            pace = prompt_pace(self.times, decodes, target_step_s, most=most, least=LEAST_PREFILL)
         self._pace, self._paced_by = None if companions else pace, paced_by
         return pace
 
-    def slowed(self, bound_s: float, pace: Pace) -> float:
+    def lost_pace_share(self, bound_s: float, pace: Pace) -> float:
         """Return the share of `pace` that prompts lose to a decode row of this bound; 0 if no row here is less
         strict."""
         strictest_s = self.strictest_s
-        if strictest_s == inf or bound_s >= min(pace.aim_s, strictest_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
+        if strictest_s == inf or bound_s >= min(pace.target_step_s, strictest_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
             return 0.0
         lost = self._slowed.get(bound_s)
         if lost is None:
@@ -272,8 +272,8 @@ class PlacedWork:
             return self._strictest
         strictest_s = min(self.reported.bound_s, self.reported.bound_to_come_s)
         for coming in self._in_transit.values():
-            if coming.decode_context and coming.known.tpot_s and coming.known.tpot_s < strictest_s:
-                strictest_s = coming.known.tpot_s
+            if coming.decode_context and coming.record.tpot_s and coming.record.tpot_s < strictest_s:
+                strictest_s = coming.record.tpot_s
         self._strictest = strictest_s
         return strictest_s
 
@@ -291,17 +291,17 @@ class PlacedWork:
         """Positions that `rows` attend to together."""
         return self.reported.context + self._decodes_in_transit[1]
 
-    def crowded_s(self, chunk: int, rows: int) -> float:
+    def max_step_s(self, chunk: int, rows: int) -> float:
         """Return an upper bound on an iteration of these decodes and a prompt chunk: if short, no closer look is
         needed."""
         rows = max(rows, self.rows) + 1
-        if self._crowded is None or self._crowded[0] < rows:
+        if self._max_step is None or self._max_step[0] < rows:
             assert self._view is not None
             capacity = self._view.capacity
             rows += 4  # for the next ones, too
             positions = min(rows * capacity.max_model_len, capacity.positions)
-            self._crowded = rows, step_seconds(self.times, BatchShape(chunk, 1, 0, rows, positions))
-        return self._crowded[1]
+            self._max_step = rows, step_seconds(self.times, BatchShape(chunk, 1, 0, rows, positions))
+        return self._max_step[1]
 
     @property
     def memory(self) -> tuple[float, float, float]:
@@ -310,21 +310,21 @@ class PlacedWork:
             assert self._view is not None
             view, coming = self._view, self._in_transit.values()
             if self._in_transit_sums is None:
-                self._in_transit_sums = sum([c.needed for c in coming]), sum([c.known.variance for c in coming])
+                self._in_transit_sums = sum([c.needed for c in coming]), sum([c.record.variance for c in coming])
             needed = self.reported.needed + self._in_transit_sums[0]
             variance = self.reported.variance + self._in_transit_sums[1]
             blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
             self._memory = needed, variance, float(view.capacity.geometry.positions(blocks))
         return self._memory
 
-    def _rank(self, now_s: float, request: Known, rest: int) -> Ranked:
+    def _rank(self, now_s: float, request: RequestRecord, rest: int) -> Ranked:
         """Return a prompt's rank. Where prompts run in arrival order, the rank is the arrival."""
         if not self._own_order:
             return (request.arrived_s, request.attempt), inf
         effort, priority, key = request.best_effort, request.priority, request.attempt
         return self._order.place(now_s, effort, priority, request.arrived_s, request.due_s, rest, self.token_s, key=key)
 
-    def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, rest: int) -> Ranked:
+    def _ranking(self, now_s: float, request_id: RequestId, request: RequestRecord | None, rest: int) -> Ranked:
         """Return a reported prompt's rank; one that a former manager placed counts as able to keep its TTFT."""
         if request is not None:
             return self._rank(now_s, request, rest)

@@ -16,12 +16,12 @@ from math import inf
 from typing import NamedTuple
 
 from cohort.common.policies.baselines.batch_builder import RankKey
-from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.prompt_order import Ranked
+from cohort.common.policies.cohort.request_record import RequestRecord
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import KvGeometry, QueuedWork, RequestId
 
-Ranking = Callable[[float, RequestId, Known | None, int], Ranked]
+Ranking = Callable[[float, RequestId, RequestRecord | None, int], Ranked]
 """Rank of a prompt from now, its id, what is known of it and the tokens left."""
 
 
@@ -49,7 +49,7 @@ class ReportedQueue:
         self._rank = rank
         self.effort: set[RequestId] = set()
         """Best-effort requests."""
-        self._unjudged: dict[RequestId, Known] = {}
+        self._unjudged: dict[RequestId, RequestRecord] = {}
         """Decode rows whose forecast first token was not compared yet."""
         self._invalidated: set[RequestId] = set()
         self._clear()
@@ -76,7 +76,7 @@ class ReportedQueue:
             self._invalidated.add(request_id)
 
     def read(
-        self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known], *, anew: bool
+        self, now_s: float, view: InstanceView, records: Mapping[RequestId, RequestRecord], *, anew: bool
     ) -> tuple[list[Prompt], list[Prompt], bool]:
         """Read a report. Return prompts that left or changed, prompts that came, whether anything is new. `anew`:
         forget all."""
@@ -110,7 +110,7 @@ class ReportedQueue:
                     continue
                 if (prompt := self._take(name, geometry)) is not None:
                     removed.append(prompt)
-            if (prompt := self._add(now_s, work, known.get(name), geometry)) is not None:
+            if (prompt := self._add(now_s, work, records.get(name), geometry)) is not None:
                 added.append(prompt)
         self.bound_s = min(self._bounds, default=inf)
         self.bound_to_come_s = min(self._bounds_to_come, default=inf)
@@ -118,7 +118,7 @@ class ReportedQueue:
         again.clear()
         return removed, added, updated
 
-    def take_begun(self) -> list[tuple[QueuedWork, Known]]:
+    def take_new_decodes(self) -> list[tuple[QueuedWork, RequestRecord]]:
         """Return decode rows that are beyond their prompts for the first time, if their first token was forecast."""
         started = [
             (self.works[name], request)
@@ -143,7 +143,7 @@ class ReportedQueue:
         entry.work = work
         return True
 
-    def _add(self, now_s: float, work: QueuedWork, request: Known | None, geometry: KvGeometry) -> Prompt | None:
+    def _add(self, now_s: float, work: QueuedWork, request: RequestRecord | None, geometry: KvGeometry) -> Prompt | None:
         name, tokens, computed, decode = work.request_id, work.prefill_left, work.context, work.decode_left
         self.needed += geometry.growth(computed, tokens, decode)
         entry = self._entries[name] = _Entry(work, 0.0, 0, None)

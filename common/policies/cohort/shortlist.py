@@ -1,6 +1,6 @@
 """Which workers a placement looks at: all of a small cluster, a few of a large one.
 
-    up to `MOST` devices ─▶ every worker
+    up to `MAX_DEVICES` devices ─▶ every worker
     more                 ─▶ where its prefix is cached, where its adapter is, those that were next to best last time,
                             the others in turn
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import InstanceId
 
-MOST = 8
+MAX_DEVICES = 8
 """Devices looked at for one request."""
 _CACHED = 2
 """Max devices chosen for a cached part of the prompt."""
@@ -63,7 +63,7 @@ class Shortlist:
         self, preferred: InstanceId | None, cached: Mapping[InstanceId, int], adapter: str = ""
     ) -> Mapping[InstanceId, InstanceView]:
         """Choose workers. `cached`: tokens of this prompt that workers have. `adapter`: its LoRA adapter; "" = none."""
-        if len(self._devices) <= MOST:
+        if len(self._devices) <= MAX_DEVICES:
             return self._views
         chosen: dict[int, None] = {}
         if preferred in self._device_of:
@@ -74,7 +74,7 @@ class Shortlist:
         homes = self._with_adapter.get(adapter, ()) if adapter else ()
         chosen |= dict.fromkeys(self._device_of[name] for name in homes if name in self._device_of)
         chosen |= dict.fromkeys(self._remembered)
-        while len(chosen) < MOST:
+        while len(chosen) < MAX_DEVICES:
             chosen[self._next % len(self._devices)] = None
             self._next += 1
         views = self._views
@@ -87,6 +87,6 @@ class Shortlist:
 
     def remember(self, names: Iterable[InstanceId]) -> None:
         """Note the best workers but the chosen one, best first."""
-        if len(self._devices) > MOST:
+        if len(self._devices) > MAX_DEVICES:
             devices = dict.fromkeys(self._device_of[name] for name in names)
             self._remembered = list(devices)[:_REMEMBERED]

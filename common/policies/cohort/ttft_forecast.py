@@ -18,19 +18,19 @@ from cohort.common.types import StepTimes
 _PROBE_PAIRS = 1_000_000
 """Query-key pairs with which the price of one is asked."""
 _CLOSE = 0.005
-"""Share by which a chunk's iteration may miss the aim."""
+"""Share by which a chunk's iteration may miss the target."""
 _CROWDED = 0.75
 """Share of the cache from which on held and needed KV counts against a worker."""
 
 
 class Pace(NamedTuple):
-    """Prompt pace of a worker: beside `decodes`, in iterations of `aim_s`, of `chunk` tokens if these attend to
+    """Prompt pace of a worker: beside `decodes`, in iterations of `target_step_s`, of `chunk` tokens if these attend to
     nothing. `rate`: tokens per second while prompts wait. `token_s`, `pair_s`: seconds per added token, query-key
     pair."""
 
     times: StepTimes
     decodes: BatchShape
-    aim_s: float
+    target_step_s: float
     most: int
     least: int
     chunk: float
@@ -47,10 +47,10 @@ class Pace(NamedTuple):
         if everything <= self.most:
             shape = BatchShape(everything, 1, int(pairs * everything / tokens), rows, context)
             at_once_s = step_seconds(self.times, shape)
-            if at_once_s <= self.aim_s or everything <= self.least:
+            if at_once_s <= self.target_step_s or everything <= self.least:
                 return at_once_s
-        chunk, iteration_s = self.chunk, self.aim_s
-        if share_s > 0.0 and chunk > self.least:  # where the line through the chunk, with the pairs, meets the aim
+        chunk, iteration_s = self.chunk, self.target_step_s
+        if share_s > 0.0 and chunk > self.least:  # where the line through the chunk, with the pairs, meets the target
             chunk = max(self.least, chunk * self.token_s / (self.token_s + share_s))
         if chunk <= self.least:
             shape = BatchShape(int(chunk), 1, int(chunk * pairs / tokens), rows, context)
@@ -58,8 +58,8 @@ class Pace(NamedTuple):
         return max(1.0, tokens / chunk + 0.5 * min(1.0, later / chunk)) * iteration_s
 
 
-def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: int, least: int) -> Pace:
-    """Compute a pace. `aim_s`: bound of an iteration, maybe infinite; `most`, `least`: bounds of its prompt tokens."""
+def prompt_pace(times: StepTimes, decodes: BatchShape, target_step_s: float, *, most: int, least: int) -> Pace:
+    """Compute a pace. `target_step_s`: bound of an iteration, or infinite; `most`, `least`: of its prompt tokens."""
     rows, context = decodes.decodes, decodes.decode_context
 
     def seconds(tokens: float) -> float:
@@ -69,14 +69,14 @@ def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: in
     pairs_s = step_seconds(times, BatchShape(most, 1, _PROBE_PAIRS, rows, context)) - seconds(most)
     pair_s = max(0.0, pairs_s) / _PROBE_PAIRS
     right, right_s = float(most), seconds(most)
-    aim_s = min(aim_s, right_s)
+    target_step_s = min(target_step_s, right_s)
     before = max(1.0, 0.9 * right)
     slope_s = max((right_s - seconds(before)) / max(1.0, right - before), 1e-9)
-    # The time of an iteration bends upwards: a line through two points beyond the aim meets it beyond the curve.
+    # The time of an iteration bends upwards: a line through two points beyond the target meets it beyond the curve.
     for _ in range(6):
-        if right_s <= aim_s * (1.0 + _CLOSE) or right <= least:
+        if right_s <= target_step_s * (1.0 + _CLOSE) or right <= least:
             break
-        left = right - (right_s - aim_s) / slope_s
+        left = right - (right_s - target_step_s) / slope_s
         if left <= max(1, least):
             right = float(least)
             break
@@ -84,11 +84,11 @@ def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: in
         slope_s = max((right_s - left_s) / max(right - left, 1.0), 1e-9)
         right, right_s = left, left_s
     chunk = max(right, float(least))
-    iteration_s = aim_s if chunk > least else max(aim_s, seconds(chunk))
-    return Pace(times, decodes, aim_s, most, least, chunk, chunk / iteration_s, slope_s, pair_s)
+    iteration_s = target_step_s if chunk > least else max(target_step_s, seconds(chunk))
+    return Pace(times, decodes, target_step_s, most, least, chunk, chunk / iteration_s, slope_s, pair_s)
 
 
-def mixes(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> bool:
+def fits_chunk(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> bool:
     """Return whether a chunk of prompt tokens fits beside these decodes within the bound."""
     return step_seconds(times, BatchShape(chunk, 1, 0, decodes.decodes, decodes.decode_context)) <= bound_s
 

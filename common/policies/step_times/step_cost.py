@@ -26,6 +26,10 @@ class BatchShape(NamedTuple):
     decode_context: int
     copied: int = 0
 
+    @classmethod
+    def of_decodes(cls, rows: int, context: int) -> BatchShape:
+        return cls(0, 0, 0, rows, context)
+
     @property
     def mixed(self) -> bool:
         """Flag: prompt chunks and decodes share the iteration."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork
+from cohort.common.policies.cohort.request_record import RequestRecord
 from cohort.common.policies.interface import InstanceView
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
@@ -25,8 +25,8 @@ STEPS = st.lists(st.one_of(PLACED, st.integers(0, 12)), max_size=40)
 """Placements (name, tokens, seconds until due, part) and names that are forgotten."""
 
 
-def known(name: str, tokens: int, due_s: float) -> Known:
-    return Known(Attempt(name, 0), False, 0, 0.0, due_s, 0.1, tokens, 0, 7.3, 0.0)
+def known(name: str, tokens: int, due_s: float) -> RequestRecord:
+    return RequestRecord(Attempt(name, 0), False, 0, 0.0, due_s, 0.1, tokens, 0, 7.3, 0.0)
 
 
 def placed(steps: list[tuple[int, int, float, str] | int], *, look: bool) -> PlacedWork:
@@ -75,7 +75,7 @@ def test_a_report_of_an_idle_worker_leaves_nothing_behind_of_those_before(report
         for each in (kept, anew):
             assert each.before(rank, 0.0) == anew.before(rank, 0.0)
         assert (kept.memory, kept.strictest_s, kept.pace()) == (anew.memory, anew.strictest_s, anew.pace())
-        assert kept.crowded_s(64, 3) == anew.crowded_s(64, 3)
+        assert kept.max_step_s(64, 3) == anew.max_step_s(64, 3)
         assert (kept.rows, kept.context, kept.busy, kept.prompt_tokens) == (0, 0, prompts > 0, anew.prompt_tokens)
 
 
@@ -104,7 +104,7 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
     """Another view is another process of this name, of which nothing is kept."""
     kept, anew = (PlacedWork(CohortSettings(), own_order=True) for _ in range(2))
     shown, now_s = InstanceView("u", capacity), 0.0
-    knows: dict[str, Known] = {}
+    knows: dict[str, RequestRecord] = {}
     before: dict[int, tuple[int, int, int]] = {}
     for entries, again, price, later_s, changed, (number, tokens, due_s, part) in reports:
         now_s += later_s
@@ -114,7 +114,8 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
         shown.stats = stats
         assert kept.refresh(now_s, shown, knows) and anew.refresh(now_s, InstanceView("u", capacity, stats), knows)
         begun = [
-            sorted((row.request_id, row.context) for row, _ in each.reported.take_begun()) for each in (kept, anew)
+            sorted((row.request_id, row.context) for row, _ in each.reported.take_new_decodes())
+            for each in (kept, anew)
         ]
         assert begun[0] == begun[1]
         for name, _ in begun[0]:
@@ -135,7 +136,7 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
         )
         rows = max(3, anew.rows) + 1
         positions = min(rows * capacity.max_model_len, capacity.positions)
-        assert kept.crowded_s(64, 3) >= step_seconds(kept.times, BatchShape(64, 1, 0, rows, positions))
+        assert kept.max_step_s(64, 3) >= step_seconds(kept.times, BatchShape(64, 1, 0, rows, positions))
         name = f"r{changed}"
         if knows.pop(name, None) is not None:
             kept.forget(name), anew.forget(name)

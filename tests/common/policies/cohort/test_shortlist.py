@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from cohort.common.policies.cohort.shortlist import MOST, Shortlist
+from cohort.common.policies.cohort.shortlist import MAX_DEVICES, Shortlist
 from cohort.common.policies.interface import InstanceView
 from tests.common.policies.cohort.test_least_ttft import asked, cluster, placement, prompt, report, where, worker
 
@@ -15,17 +15,17 @@ def views(count: int, per_device: int = 1) -> dict[str, InstanceView]:
 
 
 def test_a_small_cluster_is_looked_at_whole() -> None:
-    shortlist, small = Shortlist(), views(2 * MOST, per_device=2)
+    shortlist, small = Shortlist(), views(2 * MAX_DEVICES, per_device=2)
     assert shortlist.changed(small) and not shortlist.changed(small)
     assert shortlist.of(None, {}) is small
-    assert (shortlist.devices, shortlist.standbys) == (MOST, MOST)
+    assert (shortlist.devices, shortlist.standbys) == (MAX_DEVICES, MAX_DEVICES)
 
 
 def test_of_a_large_one_all_come_up_in_turn() -> None:
-    shortlist, large = Shortlist(), views(5 * MOST)
+    shortlist, large = Shortlist(), views(5 * MAX_DEVICES)
     shortlist.changed(large)
     seen = [shortlist.of(None, {}) for _ in range(5)]
-    assert all(len(each) == MOST for each in seen)
+    assert all(len(each) == MAX_DEVICES for each in seen)
     assert {name for each in seen for name in each} == set(large)
 
 
@@ -34,7 +34,7 @@ def test_the_preferred_the_cached_and_the_remembered_are_among_them() -> None:
     shortlist.changed(large)
     shortlist.remember(["w70", "w71", "w72", "w73"])
     found = shortlist.of("w50", {"w60": 100, "w61": 300, "w62": 200})
-    assert list(found)[:6] == ["w50", "w61", "w62", "w70", "w71", "w72"] and len(found) == MOST
+    assert list(found)[:6] == ["w50", "w61", "w62", "w70", "w71", "w72"] and len(found) == MAX_DEVICES
 
 
 def test_those_that_have_the_adapter_are_among_them() -> None:
@@ -50,7 +50,7 @@ def test_devices_are_looked_at_whole() -> None:
     shortlist, large = Shortlist(), views(60, per_device=3)
     shortlist.changed(large)
     found = shortlist.of("w31", {})
-    assert len(found) == 3 * MOST and {"w30", "w31", "w32"} <= set(found)
+    assert len(found) == 3 * MAX_DEVICES and {"w30", "w31", "w32"} <= set(found)
 
 
 def test_another_cluster_is_noticed() -> None:

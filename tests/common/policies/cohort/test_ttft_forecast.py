@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, slowdown
-from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
+from cohort.common.policies.cohort.request_record import RequestRecord
 from cohort.common.policies.cohort.ttft_forecast import memory_price_s, prompt_pace, transfer_fits
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
@@ -127,7 +127,9 @@ def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
         )
         queue.add(now_s, sequence)
         due_s = arrived_s + ttft_s if ttft_s and not best_effort else inf
-        known[name] = Known(sequence.key, best_effort, priority, arrived_s, due_s, 0.1, tokens, 0, 0.0, arrived_s)
+        known[name] = RequestRecord(
+            sequence.key, best_effort, priority, arrived_s, due_s, 0.1, tokens, 0, 0.0, arrived_s
+        )
     *others, newcomer = known
     view = worker("a")
     view.stats = report(*(prompt(name, known[name].tokens) for name in others))
@@ -146,7 +148,9 @@ def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
 
 def test_a_report_replaces_what_was_placed_and_a_request_that_never_shows_is_forgotten() -> None:
     work, view = PlacedWork(CohortSettings(), own_order=True), worker("a")
-    known = {name: Known(Attempt(name, 1), False, 0, 0.0, 9.0, 0.1, 500, 0, 0.0, 0.0) for name in ("seen", "gone")}
+    known = {
+        name: RequestRecord(Attempt(name, 1), False, 0, 0.0, 9.0, 0.1, 500, 0, 0.0, 0.0) for name in ("seen", "gone")
+    }
     work.refresh(0.0, view, known)
     for one in known.values():
         work.place(0.0, one, prompt=True, decode=True, output=10.0)
@@ -163,7 +167,7 @@ def test_what_was_computed_since_the_report_is_no_longer_before_a_newcomer() -> 
     work, view = PlacedWork(CohortSettings(), own_order=True), worker("a")
     view.stats = report(prompt("x", 2000))
     work.refresh(1.0, view, {})
-    newcomer = Known(Attempt("n", 1), False, 0, 1.0, 50.0, 0.1, 3000, 0, 0.0, 1.0)
+    newcomer = RequestRecord(Attempt("n", 1), False, 0, 1.0, 50.0, 0.1, 3000, 0, 0.0, 1.0)
     rank, pace = work.rank(1.1, newcomer), work.pace()
     before = [work.before(rank, work.done(now_s, pace))[0] for now_s in (1.0, 1.05, 1.1, 9.0)]
     assert before == sorted(before, reverse=True) and before[0] > before[2] > 0 == before[3]

@@ -1,4 +1,4 @@
-"""A request that was placed: what the placement knows of it and no report says."""
+"""Record of a placed request: what the placement knows of it and no report has."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cohort.common.types import Attempt
 
 
 @dataclass(slots=True)
-class Known:
-    """Placement's knowledge of a placed request. `cached`: prompt tokens expected in its worker's cache. `tpot_s`:
+class RequestRecord:
+    """Record of a placed request. `cached`: prompt tokens expected in its worker's cache. `tpot_s`:
     promised to its decode row, 0 = nothing. `variance`: of its predicted length."""
 
     attempt: Attempt
@@ -22,7 +22,7 @@ class Known:
     tokens: int
     cached: int
     variance: float
-    placed_s: float
+    placed_at_s: float
     predicted_s: float | None = None
     """TTFT to be compared with the real one; None if it was, or cannot be."""
     sent_to: tuple[str, ...] = ()

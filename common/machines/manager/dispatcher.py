@@ -17,6 +17,7 @@ from cohort.common.policies import interface as policies
 from cohort.common.policies.interface import (
     Bind,
     ClusterView,
+    Dispatch,
     InstanceView,
     LateBinding,
     ParkedKv,
@@ -100,12 +101,7 @@ class Dispatcher:
         self._send(gateway, refused)
 
     def _place(
-        self,
-        now_s: float,
-        managed: ManagedAttempt,
-        item: WaitingRequest,
-        dispatch: policies.Dispatch,
-        cluster: ClusterView,
+        self, now_s: float, managed: ManagedAttempt, item: WaitingRequest, dispatch: Dispatch, cluster: ClusterView
     ) -> None:
         assert not managed.live, f"{managed.attempt} is placed and is on {[*managed.live]}"
         decision = self._placement.place(now_s, item, cluster, dispatch.instance)

@@ -143,30 +143,30 @@ class ReportedQueue:
         entry.work = work
         return True
 
-    def _add(self, now_s: float, work: QueuedWork, request: RequestRecord | None, geometry: KvGeometry) -> Prompt | None:
+    def _add(self, now_s: float, work: QueuedWork, record: RequestRecord | None, geometry: KvGeometry) -> Prompt | None:
         name, tokens, computed, decode = work.request_id, work.prefill_left, work.context, work.decode_left
         self.needed += geometry.growth(computed, tokens, decode)
         entry = self._entries[name] = _Entry(work, 0.0, 0, None)
-        if request is not None:
-            entry.tpot_s = request.tpot_s if decode else 0.0
-            entry.variance = round(request.variance)
+        if record is not None:
+            entry.tpot_s = record.tpot_s if decode else 0.0
+            entry.variance = round(record.variance)
             self.variance += entry.variance
-            if request.best_effort:
+            if record.best_effort:
                 self.effort.add(name)
         if tokens == 0:
             if decode:
                 self.rows += 1
                 self.context += computed
                 _count(self._bounds, entry.tpot_s, 1)
-            if request is not None and request.predicted_s is not None:
-                self._unjudged[name] = request
+            if record is not None and record.predicted_s is not None:
+                self._unjudged[name] = record
             return None
         _count(self._bounds_to_come, entry.tpot_s, 1)
-        rank, moves_s = self._rank(now_s, name, request, tokens)
+        rank, moves_s = self._rank(now_s, name, record, tokens)
         if moves_s < inf:
             heapq.heappush(self._moves, (moves_s, name, rank))
-        if request is not None and computed == 0:
-            computed = min(request.cached, tokens - 1)
+        if record is not None and computed == 0:
+            computed = min(record.cached, tokens - 1)
             tokens -= computed
         prompt = Prompt(rank, tokens, tokens * (computed + 0.5 * tokens), geometry.growth(computed, tokens, decode))
         self.prompts += 1

@@ -114,8 +114,7 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
         shown.stats = stats
         assert kept.refresh(now_s, shown, knows) and anew.refresh(now_s, InstanceView("u", capacity, stats), knows)
         begun = [
-            sorted((row.request_id, row.context) for row, _ in each.reported.take_new_decodes())
-            for each in (kept, anew)
+            sorted((row.request_id, row.context) for row, _ in w.reported.take_new_decodes()) for w in (kept, anew)
         ]
         assert begun[0] == begun[1]
         for name, _ in begun[0]:

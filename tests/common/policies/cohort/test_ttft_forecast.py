@@ -148,9 +148,7 @@ def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
 
 def test_a_report_replaces_what_was_placed_and_a_request_that_never_shows_is_forgotten() -> None:
     work, view = PlacedWork(CohortSettings(), own_order=True), worker("a")
-    known = {
-        name: RequestRecord(Attempt(name, 1), False, 0, 0.0, 9.0, 0.1, 500, 0, 0.0, 0.0) for name in ("seen", "gone")
-    }
+    known = {n: RequestRecord(Attempt(n, 1), False, 0, 0.0, 9.0, 0.1, 500, 0, 0.0, 0.0) for n in ("seen", "gone")}
     work.refresh(0.0, view, known)
     for one in known.values():
         work.place(0.0, one, prompt=True, decode=True, output=10.0)

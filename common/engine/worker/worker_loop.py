@@ -150,7 +150,7 @@ class WorkerLoop:
         """Plan to start when no step runs."""
         self._plan_to_queue: IterationPlan | None = None
         """Plan to queue after the running step."""
-        self._scheduling_since_s = 0.0  # time at which the latest plan was requested, or had its drafts
+        self._scheduling_since_s = 0.0  # start of the latest decision or, with a draft model, end of drafting for it
         self._deferred_effects: list[WorkerEffect] = []
         """Effects of a step's end that are performed once the next step was launched."""
         self._plan_ready = asyncio.Event()
@@ -356,7 +356,7 @@ class WorkerLoop:
     def _plan_after_s(self, plan: IterationPlan) -> float | None:
         """Return the time from this step's start until its successor is to be planned; None if its end is unknown."""
         if self._revises_predictions and any(
-            [r.start + r.count == r.sequence.request.prompt_tokens for r in plan.rows]
+            [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
         ):
             return None  # prompts end in it: their hidden states are read after it, before another step runs
         return self._step_ends.plan_after_s(plan, self._machine.times)

@@ -68,8 +68,8 @@ class Candidate:
     lets requests with strict TPOTs gather on few workers."""
 
     view: InstanceView
-    work: PlacedWork
-    pace: Pace
+    work: PlacedWork  # reported from there, and placed since
+    pace: Pace  # speed at which prompts are computed there
     cached: int  # tokens of the prompt in the worker's prefix cache
     ttft_s: float
     delay_s: float  # of other requests: prompts behind this one, and all in the shorter steps that its TPOT requires

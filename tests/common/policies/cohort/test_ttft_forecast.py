@@ -115,21 +115,14 @@ def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
     queue = PromptQueue(PromptOrder(first=options.prompt_order, patience_s=40.0))
     queue.advance(now_s, GPU.token_s)
     work, known = PlacedWork(options, own_order=True), {}
-    for index, (tokens, best_effort, ttft_s, arrived_s, priority) in enumerate(prompts):
+    for index, (tokens, effort, ttft_s, arrived_s, priority) in enumerate(prompts):
         name = f"r{index}"
         sequence = promised(
-            name,
-            tokens,
-            ttft_s=ttft_s,
-            arrived_s=arrived_s,
-            traffic_class="be" if best_effort else "rt",
-            priority=priority,
+            name, tokens, ttft_s=ttft_s, arrived_s=arrived_s, traffic_class="be" if effort else "rt", priority=priority
         )
         queue.add(now_s, sequence)
-        due_s = arrived_s + ttft_s if ttft_s and not best_effort else inf
-        known[name] = RequestRecord(
-            sequence.key, best_effort, priority, arrived_s, due_s, 0.1, tokens, 0, 0.0, arrived_s
-        )
+        due_s = arrived_s + ttft_s if ttft_s and not effort else inf
+        known[name] = RequestRecord(sequence.key, effort, priority, arrived_s, due_s, 0.1, tokens, 0, 0.0, arrived_s)
     *others, newcomer = known
     view = worker("a")
     view.stats = report(*(prompt(name, known[name].tokens) for name in others))

@@ -19,17 +19,17 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 HTTP = "http"
-_HERE = "cohort.services.bench"
+_ROOT = "cohort.services.bench"
 COMMANDS = {
-    HTTP: (f"{_HERE}.http.command", "any OpenAI-style server (the same as without a command)"),
-    "chaos": (f"{_HERE}.chaos.command", "processes broken under clients that compare (the same as `cohort chaos`)"),
-    "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
-    "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),
-    "token-cost": (f"{_HERE}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
-    "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
-    "links": (f"{_HERE}.links", "the KV links of this machine against ucx_perftest"),
-    "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
-    "gpu-check": (f"{_HERE}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
+    HTTP: (f"{_ROOT}.http.command", "any OpenAI-style server (the same as without a command)"),
+    "chaos": (f"{_ROOT}.chaos.command", "processes broken under clients that compare (the same as `cohort chaos`)"),
+    "engine": (f"{_ROOT}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
+    "host-time": (f"{_ROOT}.engine.host_time_command", "the host's part of a decode step, by rows"),
+    "token-cost": (f"{_ROOT}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
+    "mixed-lengths": (f"{_ROOT}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
+    "links": (f"{_ROOT}.links", "the KV links of this machine against ucx_perftest"),
+    "decisions": (f"{_ROOT}.decisions.command", "what one decision of a policy costs"),
+    "gpu-check": (f"{_ROOT}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
 }
 
 

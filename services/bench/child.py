@@ -48,25 +48,25 @@ def run_child(module: str, arguments: Sequence[str], report: Report) -> None:
             child.kill()
             raise
     if child.returncode:
-        said = "\n".join(last) or f"{module} ended with {child.returncode}"
-        raise MeasurementFailed(said.removeprefix("cohort bench: "))
+        message = "\n".join(last) or f"{module} ended with {child.returncode}"
+        raise MeasurementFailed(message.removeprefix("cohort bench: "))
 
 
 @contextmanager
 def leaves_when_terminated() -> Iterator[Callable[[], None]]:
     """End the block by `SystemExit` at SIGTERM, whose default would leave running what the block started: once the
     given function has been called, before which there may be nothing to end. Main thread only."""
-    begun, terminated = False, False
+    started, terminated = False, False
 
     def leave(*_: object) -> None:
         nonlocal terminated
         terminated = True
-        if begun:
+        if started:
             raise SystemExit(128 + signal.SIGTERM)
 
     def begin() -> None:
-        nonlocal begun
-        begun = True
+        nonlocal started
+        started = True
         if terminated:
             raise SystemExit(128 + signal.SIGTERM)
 

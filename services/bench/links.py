@@ -222,11 +222,11 @@ class LinkPair:
             self._memory.fill(buffer, 2)  # its pages exist before the clock starts
         first, self._tag = self._tag, self._tag + count + 1
         self._child.stdin.write(f"{first} {size_mb} {count}\n".encode())
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         await _pipelined(
             [self._link.receive(first + 1 + i, buffers[i % PIPELINED], timeout_s=TIMEOUT_S) for i in range(count)]
         )
-        taken_s = time.perf_counter() - begun_s
+        taken_s = time.perf_counter() - started_s
         if any(buffer.min() != 1 or buffer.max() != 1 for buffer in buffers):
             raise TransferError(f"{self.name}: wrong bytes arrived")
         return count * size_mb * MB / taken_s
@@ -242,7 +242,7 @@ class LinkPair:
         await self._link.close()
 
 
-async def send_there(name: str, receiver: bytes, ends: Ends) -> None:
+async def run_sender(name: str, receiver: bytes, ends: Ends) -> None:
     """Run the child: a line names the first tag, megabytes and count; the end of stdin is the end."""
     link = open_link(name, ends)
     print(link.address().hex(), flush=True)
@@ -308,8 +308,8 @@ def perftest_rate(tool: Path, size_mb: int, count: int) -> float:
         server.wait()
     rate = perftest_result(shown.stdout) if shown.returncode == 0 else None
     if rate is None:
-        said = (shown.stderr or shown.stdout).strip().splitlines()[-1:]
-        raise TransferError(f"{PERFTEST} failed: {' '.join(said)}")
+        last = (shown.stderr or shown.stdout).strip().splitlines()[-1:]
+        raise TransferError(f"{PERFTEST} failed: {' '.join(last)}")
     return rate
 
 
@@ -464,7 +464,7 @@ def main() -> None:
     if sys.argv[1] == "--sender":
         link, address, keys_file, net_devices = sys.argv[2:]
         ends = Ends(keys_file=keys_file, net_devices=net_devices)
-        asyncio.run(send_there(link, bytes.fromhex(address), ends))
+        asyncio.run(run_sender(link, bytes.fromhex(address), ends))
         return
     _report(**json.loads(sys.argv[1]))
 

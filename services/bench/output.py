@@ -27,9 +27,9 @@ def plain_table(first: str, *columns: str) -> Table:
     return table
 
 
-def markdown_table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells under two kinds of columns: `words` to the left, `numbers` to the right."""
-    head = "| " + " | ".join([*words, *numbers]) + " |\n" + "|---" * len(words) + "|---:" * len(numbers) + "|\n"
+def markdown_table(labels: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells under two kinds of columns: `labels` to the left, `numbers` to the right."""
+    head = "| " + " | ".join([*labels, *numbers]) + " |\n" + "|---" * len(labels) + "|---:" * len(numbers) + "|\n"
     return head + "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 

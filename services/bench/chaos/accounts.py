@@ -31,7 +31,7 @@ ALL = "all"
 REFUSALS = (429, 503)
 _AFTER_S = 3.0
 """A gateway that is ready again may still hear nothing of a manager or worker that it just met."""
-_KEPT = 200
+_MAX_LISTED = 200
 
 
 class Verdict(StrEnum):
@@ -107,7 +107,7 @@ class Accounts:
             self.refusals[f"{ending.status} {ending.message[:100]}"] += 1
         if verdict in (Verdict.WRONG, Verdict.LOST):
             self.unaccounted_total += 1
-            if len(self.unaccounted) < _KEPT:
+            if len(self.unaccounted) < _MAX_LISTED:
                 names = [f"{fault.action} {fault.process}" for fault in under]
                 self.unaccounted.append(Unaccounted(kind, verdict, from_s, to_s, detail, names))
         return verdict
@@ -139,8 +139,8 @@ def judge(ending: Ending, expected: AnswerContent | int | None, under: Sequence[
             return Verdict.LEFT, ""
         case Answered(found) | Replied(found) if expected is None or found == expected:
             return Verdict.RIGHT, ""
-        case Answered(said):
-            return Verdict.WRONG, f"{said} instead of {expected}"[:4000]
+        case Answered(content):
+            return Verdict.WRONG, f"{content} instead of {expected}"[:4000]
         case Replied(status):
             return Verdict.WRONG, f"status {status} instead of {expected}"
         case Refused(status, message) if status == expected and message:

@@ -81,9 +81,9 @@ class Reader:
                     _add(self._choice(choice["index"]), _openai(choice, choice.get("delta") or {}))
             case Api.RESPONSES:
                 if event["type"] in ("response.completed", "response.incomplete"):
-                    told, final = self._choice(0), _response(event["response"])
-                    if told.text != final.text:
-                        raise StreamFailed(f"deltas {told.text!r} are not the response's text {final.text!r}")
+                    streamed, final = self._choice(0), _response(event["response"])
+                    if streamed.text != final.text:
+                        raise StreamFailed(f"deltas {streamed.text!r} are not the response's text {final.text!r}")
                     self._choices[0], self.done = final, True
                 elif event["type"] == "response.output_text.delta":
                     self._choice(0).text += event["delta"]
@@ -92,7 +92,7 @@ class Reader:
             case _:
                 assert_never(self._api)
 
-    def said(self) -> AnswerContent:
+    def content(self) -> AnswerContent:
         return _content(self._choices)
 
     def _choice(self, index: int) -> _Choice:

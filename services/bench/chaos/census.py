@@ -101,7 +101,7 @@ class Census:
                     self.mapped |= set(_shared(life.pid))
         return living
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """Return what is left of any life after the pipeline's end: processes, files in /dev/shm, System V segments."""
         pids = {life.pid for life in self.series}
         now = dict(_stats())

@@ -164,13 +164,13 @@ def _soak(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
         overlay = _own_state(args.model, Path(folder), keys, resume_s, _SOAK_DRAIN_S)
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, keys, time.monotonic())
-            soak = Soak(place, census, terms, _workers(args.port), say=_log)
+            soak = Soak(place, census, terms, _workers(args.port), log=_log)
             asyncio.run(soak.run(lambda: publish([_run_of(args, preset, soak, [])])))
-        left = [*census.left(), *unknown_files(run_dir(args.port), Path(folder) / "state", temporary)]
-    return [_run_of(args, preset, soak, left)]
+        leftovers = [*census.leftovers(), *unknown_files(run_dir(args.port), Path(folder) / "state", temporary)]
+    return [_run_of(args, preset, soak, leftovers)]
 
 
-def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) -> Run:
+def _run_of(args: argparse.Namespace, preset: str, soak: Soak, leftovers: list[str]) -> Run:
     """Return what a soak has found so far."""
     accounts, census = soak.accounts, soak.census
     lives = report.lives(census.series, census.cpu_s, args.skip_s)
@@ -179,7 +179,7 @@ def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) 
         report.DECK,
         soak.place.now_s(),
         accounts,
-        [*soak.findings, *left, *report.growing(lives, args.slope_limit)],
+        [*soak.findings, *leftovers, *report.growing(lives, args.slope_limit)],
         by_kind=report.kinds(accounts),
         cpu_s=sum(census.cpu_s.values()),
         lives=lives,

@@ -131,7 +131,7 @@ def _ended(call: Callable[P, Awaitable[Ending]]) -> Callable[P, Coroutine[Any, A
 
 
 async def generate(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
-    asking = asyncio.create_task(_ask(http, url, api, body, manner))
+    asking = asyncio.create_task(_exchange(http, url, api, body, manner))
     if manner.leave_after_events == 0:
         done, _ = await asyncio.wait([asking], timeout=manner.leave_s)
         if not done:
@@ -142,7 +142,7 @@ async def generate(http: aiohttp.ClientSession, url: str, api: Api, body: Mappin
 
 
 @_ended
-async def _ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
+async def _exchange(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
     async with http.post(url + api, json={**body, "stream": True} if manner.stream else body) as response:
         if response.status != 200:
             return await _refused(response)
@@ -171,7 +171,7 @@ async def follow_resumed(
 
 
 @_ended
-async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
+async def send(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
     async with http.request(method, url, **how) as response:
         if response.status >= 400:
             return await _refused(response)
@@ -206,18 +206,18 @@ async def _refused(response: aiohttp.ClientResponse) -> Refused:
 
 async def _follow(response: aiohttp.ClientResponse, stream: Stream, manner: Manner) -> Ending:
     """Read until the stream reports its end, or the client leaves."""
-    events_here = 0
+    events = 0
     async for identity, data in _events(response, manner):
         stream.times_s.append(time.monotonic())
         stream.reader.take(data)
         stream.last_id = identity or stream.last_id
-        events_here += 1
+        events += 1
         if stream.reader.done:
-            return Answered(stream.reader.said(), stream.times_s)
-        if manner.leave_after_events is not None and events_here >= manner.leave_after_events:
+            return Answered(stream.reader.content(), stream.times_s)
+        if manner.leave_after_events is not None and events >= manner.leave_after_events:
             response.close()
             return Left()
-        if manner.stall_after_events is not None and events_here >= manner.stall_after_events:
+        if manner.stall_after_events is not None and events >= manner.stall_after_events:
             await asyncio.sleep(manner.leave_s)
             response.close()
             return Left()

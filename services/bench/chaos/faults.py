@@ -33,14 +33,14 @@ _WORKER_STATS = "/api/state"
 
 class Faults:
     def __init__(
-        self, place: Place, census: Census, accounts: Accounts, workers: int, random: Random, say: Callable[[str], None]
+        self, place: Place, census: Census, accounts: Accounts, workers: int, random: Random, log: Callable[[str], None]
     ) -> None:
         self._place = place
         self._census = census
         self._accounts = accounts
         self._workers = workers
         self._random = random
-        self._log = say
+        self._log = log
         self._remaining: list[tuple[str, str]] = []
         self.victims: Sequence[str] | None = None
         """Names or kinds; None for every process."""
@@ -76,7 +76,7 @@ class Faults:
             await self._restart()
         else:
             await self._break(life, action)
-        if await self._whole_again(gone=None if action == STOP else life):
+        if await self._whole_again(ended=None if action == STOP else life):
             fault.back_s = self._place.now_s()
         else:
             self.missing.append(f"{name} was not back {_BACK_TIMEOUT_S:.0f} s after {action} at {fault.at_s:.0f} s")
@@ -98,13 +98,13 @@ class Faults:
         if code:
             self.missing.append(f"`cohort restart` ended with {code}")
 
-    async def _whole_again(self, gone: Life | None) -> bool:
+    async def _whole_again(self, ended: Life | None) -> bool:
         """Wait until the broken life has ended, every process is ready and the manager counts all workers."""
         deadline_s = self._place.now_s() + _BACK_TIMEOUT_S
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
             while self._place.now_s() < deadline_s:
                 living = self._census.living()
-                if (gone is None or gone not in living.values()) and await self._whole(http):
+                if (ended is None or ended not in living.values()) and await self._whole(http):
                     return True
                 await asyncio.sleep(_POLL_S)
         return False

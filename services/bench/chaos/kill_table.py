@@ -68,21 +68,21 @@ class AnswerCollector(User):
                 if self.resumes:
                     ending = await self._resumable("resume", http, case, breaks=0)
                 else:
-                    ending = await self._ask("read", http, case, Manner())
+                    ending = await self._generate("read", http, case, Manner())
                 if isinstance(ending, Broken):  # the system takes connections for a killed process for milliseconds
                     await asyncio.sleep(self.away_s)
 
 
 class KillTable:
     def __init__(
-        self, preset: str, place: Place, census: Census, workers: int, load: Load, say: Callable[[str], None]
+        self, preset: str, place: Place, census: Census, workers: int, load: Load, log: Callable[[str], None]
     ) -> None:
         self._preset = preset
         self._place = place
         self._census = census
         self._workers = workers
         self._load = load
-        self._log = say
+        self._log = log
         self._random = Random(f"{load.seed}/{preset}")
         self._known: dict[str, AnswerContent] = {}
 
@@ -94,7 +94,7 @@ class KillTable:
         `NotDeterministic` when the undisturbed run gives no references."""
         self._log(f"{self._preset}: {broken}")
         load, accounts, over = self._load, Accounts(), asyncio.Event()
-        faults, begun_s = self._faults(accounts), self._place.now_s()
+        faults, started_s = self._faults(accounts), self._place.now_s()
         async with asyncio.TaskGroup() as tasks:
             for number in range(load.clients):
                 user = AnswerCollector(self._place, accounts, load.cases(number), self._known, Random(number))
@@ -105,7 +105,7 @@ class KillTable:
         if broken == UNDISTURBED and accounts.requests != accounts.total(Verdict.RIGHT):
             raise NotDeterministic(f"requests failed while nothing was broken: {accounts.unaccounted[:2]}")
         found = [*faults.missing, *lost(accounts, load.clients, kills)]
-        return Run.of(self._preset, broken, self._place.now_s() - begun_s, accounts, found)
+        return Run.of(self._preset, broken, self._place.now_s() - started_s, accounts, found)
 
     async def _strike(self, faults: Faults, accounts: Accounts, broken: str, kills: int) -> None:
         total = self._load.clients * self._load.requests

@@ -41,7 +41,7 @@ _NUMBERS = ("requests", *Verdict, "resumed", "pause, s", "TTFT, s", "back, s")
 _ACTIONS = ("kill", "stop", "term", "restart")
 _OF_FAULTS = (*_ACTIONS, "median pause, s", "pause, s", "TTFT, s", "back, s")
 _OF_LIVES = ("min", "MB then", "MB now", "MB/hour", "95 %", "threads", "descriptors")
-_TOLD = 5
+_MAX_LISTED = 5
 """Requests that are not accounted for, in words; the document has more."""
 
 
@@ -98,7 +98,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         findings = (
             [f"{accounts.unaccounted_total} requests are not accounted for"] if accounts.unaccounted_total else []
         )
-        for bad in accounts.unaccounted[:_TOLD]:
+        for bad in accounts.unaccounted[:_MAX_LISTED]:
             findings.append(f"{bad.kind} at {bad.from_s:.1f} s: {bad.detail[:300]}; under {bad.under}")
         return Run(
             preset=preset,
@@ -201,16 +201,16 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> tuple[float, float, floa
 
 def growing(found: Sequence[LifeReport], limit_mb_per_h: float) -> list[str]:
     """Name the lives that were long enough and grow for certain by more than the limit, or are beyond their bound."""
-    said = []
+    findings = []
     for life in found:
         bound, most = BOUNDED.get(life.name), max(life.rss_mb)
         if bound is not None:
             if most > bound / MEGABYTE:
-                said.append(f"{life.name}: {most:.0f} MB of memory, its bound is {bound / MEGABYTE:.0f}")
+                findings.append(f"{life.name}: {most:.0f} MB of memory, its bound is {bound / MEGABYTE:.0f}")
         elif life.rss is not None and life.rss.over_s >= JUDGED_S and life.rss.low > limit_mb_per_h:
             ends = f"{life.rss.low:.1f} to {life.rss.high:.1f}"
-            said.append(f"{life.name}: memory grows by {life.rss.mb_per_h:.1f} MB an hour ({ends})")
-    return said
+            findings.append(f"{life.name}: memory grows by {life.rss.mb_per_h:.1f} MB an hour ({ends})")
+    return findings
 
 
 def short(series: Mapping[Life, Sequence[Sample]]) -> dict[str, int]:

@@ -92,17 +92,17 @@ def grown(start: Moment, end: Moment) -> list[str]:
 
 def unknown_files(run_folder: Path, state_folder: Path, temporary: Path) -> list[str]:
     """Return files that the pipeline left once it had ended, other than those that it keeps."""
-    found = [str(path) for path in _beside(run_folder, _RUN_FILES) if not path.name.endswith(".sock.lock")]
+    found = [str(path) for path in _unknown(run_folder, _RUN_FILES) if not path.name.endswith(".sock.lock")]
     found += [str(path) for path in (run_folder / _LOGS).glob("*") if not path.name.endswith((".log", ".log.1"))]
-    found += map(str, _beside(state_folder, _STATE_FILES))
+    found += map(str, _unknown(state_folder, _STATE_FILES))
     for batches in (state_folder / "batches").glob("*"):
-        found += map(str, _beside(batches, _BATCH_FILES))
+        found += map(str, _unknown(batches, _BATCH_FILES))
         found += map(str, (batches / "files").glob("*"))
     found += map(str, temporary.iterdir())
     return found
 
 
-def _beside(folder: Path, known: tuple[str, ...]) -> Iterator[Path]:
+def _unknown(folder: Path, known: tuple[str, ...]) -> Iterator[Path]:
     names = {name + end for name in known for end in _SQLITE}
     return (path for path in folder.iterdir() if path.name not in names)
 
@@ -153,7 +153,7 @@ class Terms:
 
 class Soak:
     def __init__(
-        self, place: Place, census: Census, terms: Terms, workers: frozenset[str], say: Callable[[str], None]
+        self, place: Place, census: Census, terms: Terms, workers: frozenset[str], log: Callable[[str], None]
     ) -> None:
         self.place = place
         self.census = census
@@ -162,7 +162,7 @@ class Soak:
         self.counters: dict[str, float] = {}
         self._terms = terms
         self._workers = workers
-        self._print = say
+        self._print = log
 
     async def run(self, publish: Callable[[], None]) -> None:
         """Run the soak; `publish` is called now and then. Raises `NotDeterministic` when the quiet run fails."""
@@ -170,7 +170,7 @@ class Soak:
         cases = catalogue(terms.seed)
         known = await references(self.place, cases)
         self._log(f"{len(cases)} requests have known answers")
-        looking = asyncio.create_task(self._look(publish))
+        sampling = asyncio.create_task(self._sample_and_publish(publish))
         try:
             users = [
                 User(self.place, self.accounts, cases, known, self._random(f"client {number}"))
@@ -185,8 +185,8 @@ class Soak:
             self._log("all clients are gone")
             end = await self._moment(terms.quiet_s)
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
         self.findings += held(end.stats, self._workers) + grown(start, end)
         self.counters = {
             f"{name}.{stat}": stats[stat] for name, stats in end.stats.items() for stat in _COUNTERS if stat in stats
@@ -238,16 +238,16 @@ class Soak:
         async with http.get(f"{self.place.monitor_url}/api/state") as response:
             return msgspec.json.decode(await response.read())
 
-    async def _look(self, publish: Callable[[], None]) -> None:
+    async def _sample_and_publish(self, publish: Callable[[], None]) -> None:
         """Sample, print progress and publish the document until cancelled."""
         place, number = self.place, 0
-        said_s = published_s = place.now_s()
+        logged_s = published_s = place.now_s()
         while True:
             number += 1
             with contextlib.suppress(OSError, msgspec.MsgspecError):  # the launcher writes its file
                 self.census.sample(place.now_s(), maps=number % _MAPS_EVERY == 0)
-            if place.now_s() - said_s >= _LOG_EVERY_S:
-                said_s = place.now_s()
+            if place.now_s() - logged_s >= _LOG_EVERY_S:
+                logged_s = place.now_s()
                 self._progress()
             if place.now_s() - published_s >= _PUBLISH_EVERY_S:
                 published_s = place.now_s()

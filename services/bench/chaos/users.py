@@ -67,10 +67,10 @@ class Place:
     url: str
     monitor_url: str
     keys: Sequence[str]
-    begun_s: float
+    started_s: float
 
     def now_s(self) -> float:
-        return time.monotonic() - self.begun_s
+        return time.monotonic() - self.started_s
 
 
 async def references(place: Place, cases: Sequence[Case]) -> dict[str, AnswerContent]:
@@ -83,7 +83,7 @@ async def references(place: Place, cases: Sequence[Case]) -> dict[str, AnswerCon
                     continue
                 ending = await exchange.generate(http, place.url, case.api, case.body, Manner(stream=stream))
                 match ending:
-                    case Answered(said) if known.setdefault(case.name, said) == said:
+                    case Answered(content) if known.setdefault(case.name, content) == content:
                         pass
                     case _:
                         how = "as a stream" if stream else "whole"
@@ -129,18 +129,18 @@ class User:
         streams = "prompt_logprobs" not in case.body
         match what:
             case "read" | "whole":
-                await self._ask(what, http, case, Manner(stream=streams and what == "read"))
+                await self._generate(what, http, case, Manner(stream=streams and what == "read"))
             case "slow":
-                await self._ask(what, http, case, Manner(stream=streams, pause_s=random.uniform(0.005, 0.05)))
+                await self._generate(what, http, case, Manner(stream=streams, pause_s=random.uniform(0.005, 0.05)))
             case "leave before":
                 manner = Manner(stream=random.random() < 0.5 and streams, leave_after_events=0)
                 manner.leave_s = random.choice([0.0, random.uniform(0, 0.03), random.uniform(0, 0.3)])
-                await self._ask(what, http, case, manner)
+                await self._generate(what, http, case, manner)
             case "leave amid":
-                await self._ask(what, http, case, Manner(stream=streams, leave_after_events=random.randint(1, 20)))
+                await self._generate(what, http, case, Manner(stream=streams, leave_after_events=random.randint(1, 20)))
             case "stall":
                 manner = Manner(stream=streams, stall_after_events=random.randint(1, 4), leave_s=random.uniform(1, 25))
-                await self._ask(what, http, case, manner)
+                await self._generate(what, http, case, manner)
             case "resume" | "abandon" | "delete":
                 case = random.choice([case for case in self._cases if case.resumable])
                 await self._resumable(what, http, case, breaks=1 if what != "resume" else random.randint(0, 3))
@@ -151,54 +151,54 @@ class User:
             case "refusal":
                 await self._refusal(http)
             case "look":
-                await self._look(http)
+                await self._read_pages(http)
             case _:
                 at = urlsplit(self._place.url)
-                begun_s = self._place.now_s()
+                started_s = self._place.now_s()
                 wait_s = random.uniform(0, 5)
                 ending = await exchange.half_a_body(str(at.hostname), at.port or 80, self._key, wait_s)
-                self._book(what, begun_s, ending, None)
+                self._book(what, started_s, ending, None)
 
-    def _book(self, what: str, begun_s: float, ending: Ending, expected: AnswerContent | int | None) -> None:
-        self._accounts.book(what, begun_s, self._place.now_s(), ending, expected)
+    def _book(self, what: str, started_s: float, ending: Ending, expected: AnswerContent | int | None) -> None:
+        self._accounts.book(what, started_s, self._place.now_s(), ending, expected)
 
-    def _book_case(self, what: str, begun_s: float, ending: Ending, case: Case, *, timed: bool) -> None:
+    def _book_case(self, what: str, started_s: float, ending: Ending, case: Case, *, timed: bool) -> None:
         """Record an answer, as the reference of a case that has none. `timed`: it was read as it came."""
-        self._book(f"{what}: {case.name}", begun_s, ending, self._known.get(case.name))
+        self._book(f"{what}: {case.name}", started_s, ending, self._known.get(case.name))
         if isinstance(ending, Answered):
             self._known.setdefault(case.name, ending.answer_content)
             if timed and ending.events_s:
-                self._accounts.time(begun_s, [at_s - self._place.begun_s for at_s in ending.events_s])
+                self._accounts.time(started_s, [at_s - self._place.started_s for at_s in ending.events_s])
 
-    async def _ask(self, what: str, http: aiohttp.ClientSession, case: Case, manner: Manner) -> Ending:
-        begun_s = self._place.now_s()
+    async def _generate(self, what: str, http: aiohttp.ClientSession, case: Case, manner: Manner) -> Ending:
+        started_s = self._place.now_s()
         ending = await exchange.generate(http, self._place.url, case.api, case.body, manner)
-        self._book_case(what, begun_s, ending, case, timed=not manner.pause_s)
+        self._book_case(what, started_s, ending, case, timed=not manner.pause_s)
         return ending
 
     async def _fresh(self, http: aiohttp.ClientSession) -> None:
         """Send a new request twice: both answers must be equal."""
         case, first = fresh(self._random), None
         for stream in (True, False):
-            begun_s = self._place.now_s()
+            started_s = self._place.now_s()
             ending = await exchange.generate(http, self._place.url, case.api, case.body, Manner(stream=stream))
-            self._book(case.name, begun_s, ending, first)
+            self._book(case.name, started_s, ending, first)
             if not isinstance(ending, Answered):
                 return
             first = ending.answer_content
 
     async def _refusal(self, http: aiohttp.ClientSession) -> None:
-        wrong, begun_s = refusal(self._random, self._key), self._place.now_s()
+        wrong, started_s = refusal(self._random, self._key), self._place.now_s()
         url = self._place.url + wrong.path
         headers = {"Authorization": "", **wrong.headers}
         if not headers["Authorization"]:  # the session's own key would be sent in its place
             async with aiohttp.ClientSession(timeout=http.timeout) as bare:
-                ending = await exchange.tell(bare, "POST", url, data=wrong.data, headers=wrong.headers)
+                ending = await exchange.send(bare, "POST", url, data=wrong.data, headers=wrong.headers)
         else:
-            ending = await exchange.tell(http, "POST", url, data=wrong.data, headers=headers)
-        self._book(wrong.name, begun_s, ending, wrong.status)
+            ending = await exchange.send(http, "POST", url, data=wrong.data, headers=headers)
+        self._book(wrong.name, started_s, ending, wrong.status)
 
-    async def _look(self, http: aiohttp.ClientSession) -> None:
+    async def _read_pages(self, http: aiohttp.ClientSession) -> None:
         """Read what people and programs read besides answers. The monitor's pages may be away with it."""
         own, monitor = self._place.url, self._place.monitor_url
         tokenize = {"json": {"prompt": f"{self._random.random()} words"}}
@@ -215,22 +215,22 @@ class User:
                 ("GET", f"{monitor}/", {}),
             ]
         )
-        begun_s = self._place.now_s()
-        ending = await exchange.tell(http, method, url, **how)
+        started_s = self._place.now_s()
+        ending = await exchange.send(http, method, url, **how)
         away = any(
-            fault.hits("monitor") and fault.during(begun_s, self._place.now_s()) for fault in self._accounts.faults
+            fault.hits("monitor") and fault.during(started_s, self._place.now_s()) for fault in self._accounts.faults
         )
         at_monitor = url.startswith(monitor)
-        self._book("look: monitor" if at_monitor else "look", begun_s, Left() if at_monitor and away else ending, 200)
+        self._book("look: monitor" if at_monitor else "look", started_s, Left() if at_monitor and away else ending, 200)
 
     async def _chain(self, http: aiohttp.ClientSession) -> None:
         """Create a stored response and one that continues it, read both again and delete them."""
         url, ids = self._place.url + Api.RESPONSES, []
         body: dict[str, Any] = {"input": "clock river", "temperature": 0, "max_output_tokens": 8}
         for part in ("first", "second"):
-            begun_s = self._place.now_s()
-            ending = await exchange.tell(http, "POST", url, json=body)
-            self._book(f"chain: {part}", begun_s, ending, 200)
+            started_s = self._place.now_s()
+            ending = await exchange.send(http, "POST", url, json=body)
+            self._book(f"chain: {part}", started_s, ending, 200)
             if not isinstance(ending, Replied) or ending.status != 200:
                 break
             ids.append(ending.body["id"])
@@ -239,19 +239,19 @@ class User:
             body = {**body, "input": "stone", "previous_response_id": ids[-1]}
         for method in ("GET", "DELETE"):
             for identity in ids:
-                begun_s = self._place.now_s()
-                ending = await exchange.tell(http, method, f"{url}/{identity}")
-                self._book(f"chain: {method}", begun_s, ending, 200)
+                started_s = self._place.now_s()
+                ending = await exchange.send(http, method, f"{url}/{identity}")
+                self._book(f"chain: {method}", started_s, ending, 200)
 
     async def _resumable(self, what: str, http: aiohttp.ClientSession, case: Case, breaks: int) -> Ending:
         """Leave a stream and resume it, `breaks` times, across the gateway's end too; or leave it for good, or delete
         it."""
         random, place = self._random, self._place
         timed, broken = breaks == 0, False
-        stream, begun_s = Stream(Reader(case.api)), place.now_s()
+        stream, started_s = Stream(Reader(case.api)), place.now_s()
         first: tuple[str, dict[str, Any]] | None = (str(case.api), case.body)
         ending: Ending = Silent()
-        while place.now_s() - begun_s < RESUME_DEADLINE_S:
+        while place.now_s() - started_s < RESUME_DEADLINE_S:
             manner = Manner(leave_after_events=random.randint(1, 12) if breaks > 0 else None)
             ending = await exchange.follow_resumed(http, place.url, stream, manner, first)
             breaks -= 1
@@ -266,9 +266,9 @@ class User:
                     break
             ending = Silent()
         self._accounts.resumed += broken and isinstance(ending, Answered)
-        self._book_case(what, begun_s, ending, case, timed=timed)
+        self._book_case(what, started_s, ending, case, timed=timed)
         if what == "delete" and isinstance(ending, Left) and stream.token:
-            begun_s = place.now_s()
-            told = await exchange.tell(http, "DELETE", f"{place.url}/v1/streams/{stream.token}")
-            self._book("delete: its end", begun_s, told, None)
+            started_s = place.now_s()
+            reply = await exchange.send(http, "DELETE", f"{place.url}/v1/streams/{stream.token}")
+            self._book("delete: its end", started_s, reply, None)
         return ending

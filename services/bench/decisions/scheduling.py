@@ -75,20 +75,20 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
                 order.decide(now_s, busy)
                 busy_s += time.perf_counter() - added
                 add_s += added - started
-            gone = 0
+            dispatched = 0
             while len(order) > waiting:
                 now_s += 3.0  # former promises are over: memory is as free as the reports say
                 roomy = _cluster(queued=0)
                 started = time.perf_counter()
                 dispatches = order.decide(now_s, roomy)
                 roomy_s += time.perf_counter() - started
-                gone += sum(len(dispatch.request_ids) for dispatch in dispatches)
+                dispatched += sum(len(dispatch.request_ids) for dispatch in dispatches)
                 if not dispatches:
                     raise RuntimeError(f"{name} dispatches nothing to an idle cluster")
             for _ in range(max(0, waiting - len(order))):  # a batch may take more than came
                 order.add(now_s, arrival(now_s))
             if round_ >= rounds // 10:
-                served.append(((add_s + busy_s) / _REPORT_EVERY + roomy_s / max(1, gone)) * 1e6)
+                served.append(((add_s + busy_s) / _REPORT_EVERY + roomy_s / max(1, dispatched)) * 1e6)
                 adding.append(add_s / _REPORT_EVERY * 1e6)
     served.sort()
     return Cost(

@@ -186,12 +186,12 @@ class _Cluster:
             step_s=0.03,
             queued_prefill_tokens=sum([work.prefill_left for work in queue]),
         )
-        told = self._reported.get(name)
+        seen = self._reported.get(name)
         self._reported[name] = dict.fromkeys(held)
-        if told is None or number % _WHOLE_EVERY == 0:
+        if seen is None or number % _WHOLE_EVERY == 0:
             return WorkerReport(name, 1, number, stats, list(held))
-        came, gone = [each for each in held if each not in told], [each for each in told if each not in held]
-        return WorkerReport(name, 1, number, stats, came, since=number - 1, gone=gone)
+        new, ended = [each for each in held if each not in seen], [each for each in seen if each not in held]
+        return WorkerReport(name, 1, number, stats, new, since=number - 1, gone=ended)
 
 
 def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: float, seed: int = 0) -> Cost:

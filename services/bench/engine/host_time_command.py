@@ -47,6 +47,6 @@ def run(args: argparse.Namespace) -> int:
         "filled, µs": "{0.filled_us:.0f}",
         "together, µs": "{0.whole_us:.0f}",
     }
-    words, numbers = list(columns)[:2], list(columns)[2:]
-    sys.stdout.write(markdown_table(words, numbers, cells(found, columns)) + "\n")
+    labels, numbers = list(columns)[:2], list(columns)[2:]
+    sys.stdout.write(markdown_table(labels, numbers, cells(found, columns)) + "\n")
     return 0

@@ -60,19 +60,19 @@ class Iteration:
 
 def iterations(path: Path) -> Iterator[Iteration]:
     """Yield recorded steps. One begun while another ran (`StartStep.ahead`) counts from the end of that one."""
-    begun: deque[tuple[float, tuple[tuple[int, int], ...]]] = deque()
+    in_flight: deque[tuple[float, tuple[tuple[int, int], ...]]] = deque()
     free_s = 0.0
     with path.open(encoding="utf-8") as lines:
         next(lines)  # the recorded machine's parts
         for call in map(json.loads, lines):
             for event in call["events"]:
                 if event["event"] == "StepEnded":
-                    planned_s, rows = begun.popleft()
+                    planned_s, rows = in_flight.popleft()
                     yield Iteration(max(planned_s, free_s), call["now_s"], rows)
                     free_s = call["now_s"]
                 elif event["event"] == "StepFailed":
-                    begun.clear()
-            begun.extend((call["now_s"], rows) for rows in _started(call))
+                    in_flight.clear()
+            in_flight.extend((call["now_s"], rows) for rows in _started(call))
 
 
 def _started(call: dict[str, Any]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -128,10 +128,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A few seconds of several workers, of each by time: the iterations that none ran beside, and all."""
+    """A few seconds of several workers, of each by time: iterations without a concurrent one, and all."""
 
     alone: list[list[Iteration]]
-    beside: list[list[Iteration]]
+    runs: list[list[Iteration]]
 
 
 def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[int] = USERS * TURNS) -> list[Phase]:
@@ -158,9 +158,9 @@ def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> l
         shape = {"workers": [{"role": "unified", "count": workers}]}
         with pipeline("unified", {**overlay, **free, **shape}, free_port()) as served:
             numbers = count(1)
-            asyncio.run(_ask(served.url, workers, 1.0, numbers))  # as `observe` does
+            asyncio.run(_load(served.url, workers, 1.0, numbers))  # as `observe` does
             began_s = time.monotonic()
-            asyncio.run(_ask(served.url, 2 * workers, seconds, numbers, thinking=True))
+            asyncio.run(_load(served.url, 2 * workers, seconds, numbers, thinking=True))
         runs = [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
     starts = [began_s + at * _SLICE_S for at in range(int(seconds / _SLICE_S))]
     return slices(_within(runs, start_s, start_s + _SLICE_S) for start_s in starts)
@@ -173,8 +173,8 @@ def slices(each: Iterable[list[list[Iteration]]]) -> list[Slice]:
 
 def _lone(run: Sequence[Iteration], others: Sequence[Sequence[Iteration]]) -> list[Iteration]:
     starts = [[each.planned_s for each in other] for other in others]
-    beside = list(zip(others, starts, strict=True))
-    return [each for each in run if all(overlap(each, other, began) < _LONE for other, began in beside)]
+    pairs = list(zip(others, starts, strict=True))
+    return [each for each in run if all(overlap(each, other, began) < _LONE for other, began in pairs)]
 
 
 def _within(runs: Iterable[Sequence[Iteration]], began_s: float, ended_s: float) -> list[list[Iteration]]:
@@ -185,10 +185,10 @@ def observe(served: Served, seconds_each: float, users: Sequence[int]) -> list[S
     """Ask a running pipeline. Raises `MeasurementFailed`."""
     others = [pid for name, pid in _processes(served.monitor_url) if name != WORKER]
     numbers, spans = count(1), []
-    asyncio.run(_ask(served.url, 1, 1.0, numbers))  # caches and first allocations are no cycle's cost
+    asyncio.run(_load(served.url, 1, 1.0, numbers))  # caches and first allocations are no cycle's cost
     for at_once in users:
         before_s, own_s, began_s = _processor_s(others), time.process_time(), time.monotonic()
-        asyncio.run(_ask(served.url, at_once, seconds_each, numbers))
+        asyncio.run(_load(served.url, at_once, seconds_each, numbers))
         ended_s, after_s, spent_s = time.monotonic(), _processor_s(others), None
         if before_s is not None and after_s is not None:
             spent_s = after_s - before_s + time.process_time() - own_s
@@ -212,7 +212,7 @@ def phases(ran: Sequence[Iteration], spans: Iterable[Span]) -> list[Phase]:
     return found
 
 
-async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int], *, thinking: bool = False) -> None:
+async def _load(url: str, users: int, seconds: float, numbers: Iterable[int], *, thinking: bool = False) -> None:
     """Send one request at a time from each of `users` users until the time is over; running ones are read to the end.
     With `thinking` lengths vary, and users then think for about as long as they waited: some engines compute, at times
     none, at times all."""
@@ -220,11 +220,11 @@ async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int], *, 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
 
         async def user() -> None:
-            while (asked_s := time.monotonic()) < ends_s:
+            while (sent_s := time.monotonic()) < ends_s:
                 lengths = (random.choice(_PROMPTS), random.choice(_OUTPUTS)) if thinking else (_PROMPT, _OUTPUT)
                 await _read(session, url, next(following), *lengths)
                 if thinking:
-                    thinks_s = random.expovariate(1.0) * (time.monotonic() - asked_s)
+                    thinks_s = random.expovariate(1.0) * (time.monotonic() - sent_s)
                     await asyncio.sleep(min(thinks_s, max(0.0, ends_s - time.monotonic())))
 
         await asyncio.gather(*(user() for _ in range(users)))

@@ -41,17 +41,17 @@ from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape
 from cohort.services.bench.fit.live_cycles import Cycle, Iteration, Phase, Slice, overlap
 from cohort.services.simulator.hardware.hardware import SCATTER_LASTS_STEPS, core_slowdowns
 
-_BESIDE = 0.9
+_CONCURRENT = 0.9
 """Minimum share of an iteration's time during which another engine computed."""
 _STALLED = 4.0
 """Multiple of the model's time beyond which something else stopped it."""
 _Sums = npt.NDArray[np.float64]
-_ALONE, _ALONE_MODEL, _BESIDE_S, _BESIDE_MODEL, _EXPECTED, _OTHERS, _OWN, _READING = range(8)
+_ALONE, _ALONE_MODEL, _SHARED_S, _SHARED_MODEL, _EXPECTED, _OTHERS, _OWN, _READING = range(8)
 """Columns: seconds alone, and the model's; beside others, the model's as if alone, and by processor time; the last
 times how many others, that times what it reads itself, and times what both read."""
-_DECODES, _PROMPTS, _BESIDE_PROMPTS = range(3)
+_DECODES, _PROMPTS, _MIXED_DECODES = range(3)
 """Rows: decodes beside decodes; iterations with prompts; decodes beside such, which are as the first alone."""
-_NOTHING: _Sums = np.zeros((_BESIDE_PROMPTS + 1, _READING + 1))
+_NOTHING: _Sums = np.zeros((_MIXED_DECODES + 1, _READING + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
         others = [(other, starts[at]) for at, other in enumerate(runs) if at != index]
         for iteration in run:
             middle_s = (iteration.planned_s + iteration.ended_s) / 2
-            beside = [iteration]
+            concurrent = [iteration]
             for other, began in others:
                 at = bisect_right(began, middle_s) - 1
-                if at >= 0 and other[at].ended_s > middle_s and overlap(iteration, other, began) > _BESIDE:
-                    beside.append(other[at])
-            if len(beside) > 1 and iteration.rows:
-                found.append(beside)
+                if at >= 0 and other[at].ended_s > middle_s and overlap(iteration, other, began) > _CONCURRENT:
+                    concurrent.append(other[at])
+            if len(concurrent) > 1 and iteration.rows:
+                found.append(concurrent)
     return found
 
 
@@ -91,11 +91,11 @@ def contention(slices: Sequence[Slice], cost: CostModel, cores: int, load: Calla
     of a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
     each = [_sums(one, cost, cores, load) for one in slices]
     whole = np.sum(each, axis=0) if each else _NOTHING
-    if not whole[_DECODES, _BESIDE_S]:
+    if not whole[_DECODES, _SHARED_S]:
         return Contention()
     core, memory, cache = _factors(whole)
     ratio = _ratio(whole)
-    without = [_ratio(whole - one) for one in each if (whole - one)[_DECODES, _BESIDE_S]]
+    without = [_ratio(whole - one) for one in each if (whole - one)[_DECODES, _SHARED_S]]
     error = float(np.sqrt((len(without) - 1) * np.var(without))) if len(without) > 1 else 0.0  # jackknife
     return Contention(core, memory, cache, ratio, ratio - 2.0 * error, ratio + 2.0 * error)
 
@@ -107,39 +107,39 @@ def _sums(under_load: Slice, cost: CostModel, cores: int, load: Callable[[int, f
         alone_s = cost.step_s(work)
         if took_s < _STALLED * alone_s:
             sums[_PROMPTS if work.pairs else _DECODES, _ALONE : _ALONE_MODEL + 1] += took_s, alone_s
-    for engines in together(under_load.beside):
+    for engines in together(under_load.runs):
         works = [each.work() for each in engines]
         prompts = any(work.pairs for work in works)
-        kind = _PROMPTS if works[0].pairs else _BESIDE_PROMPTS if prompts else _DECODES
+        kind = _PROMPTS if works[0].pairs else _MIXED_DECODES if prompts else _DECODES
         alone = [cost.step_s(work) for work in works]
         loads = [load(work.rows, seconds) for work, seconds in zip(works, alone, strict=True)]
         expected_s = alone[0] * core_slowdowns(cores, list(zip(alone, loads, strict=True)))[0]
         took_s = engines[0].ended_s - engines[0].planned_s
         if took_s < _STALLED * expected_s:
             own, *others = (cost.memory_share(work) for work in works)
-            beside_s = expected_s * min(1.0, cores / len(engines))
+            shared_s = expected_s * min(1.0, cores / len(engines))
             number = len(others)
-            row = took_s, alone[0], expected_s, beside_s * number, beside_s * own * number, beside_s * own * sum(others)
-            sums[kind, _BESIDE_S:] += row
+            row = took_s, alone[0], expected_s, shared_s * number, shared_s * own * number, shared_s * own * sum(others)
+            sums[kind, _SHARED_S:] += row
     return sums
 
 
 def _level(sums: _Sums) -> _Sums:
     """Return the ratio of lone iterations to the model's time meanwhile, by row."""
-    model = sums[:_BESIDE_PROMPTS, _ALONE_MODEL]
-    level = np.divide(sums[:_BESIDE_PROMPTS, _ALONE], model, out=np.ones(_BESIDE_PROMPTS), where=model > 0.0)
+    model = sums[:_MIXED_DECODES, _ALONE_MODEL]
+    level = np.divide(sums[:_MIXED_DECODES, _ALONE], model, out=np.ones(_MIXED_DECODES), where=model > 0.0)
     return np.append(level, level[_DECODES])
 
 
 def _ratio(sums: _Sums) -> float:
     decodes = sums[_DECODES]
-    return float(decodes[_BESIDE_S] / (_level(sums)[_DECODES] * decodes[_BESIDE_MODEL]))
+    return float(decodes[_SHARED_S] / (_level(sums)[_DECODES] * decodes[_SHARED_MODEL]))
 
 
 def _factors(sums: _Sums) -> tuple[float, float, float]:
     known = sums[:, _OTHERS] > 0.0
     rows, level = sums[known], _level(sums)[known]
-    longer = (rows[:, _BESIDE_S] / level - rows[:, _EXPECTED]) / rows[:, _OTHERS]
+    longer = (rows[:, _SHARED_S] / level - rows[:, _EXPECTED]) / rows[:, _OTHERS]
     shared = rows[:, _OTHERS]
     terms = np.column_stack([np.ones(len(rows)), rows[:, _READING] / shared, rows[:, _OWN] / shared])
     weight = np.sqrt(shared)  # where no factors explain all three, a second of each counts as much
@@ -172,12 +172,12 @@ def profile_points(path: Path) -> list[Point]:
         if count == 1:
             kind, work = "decode", StepWork(rows, rows, rows, 0, 0, rows, rows * context, context)
         else:
-            beside, at = shape.get("decodes", 0), shape.get("decode_context", 0)
-            pairs, together = rows * prefill_pairs(context - count, count), rows + beside
-            tokens = rows * count + beside
-            work = StepWork(tokens, together, together, pairs, rows * context, beside, beside * at, at)
-            if beside:
-                kind, label = "mixed", f"{label}, {beside} at {at}"
+            decodes, at = shape.get("decodes", 0), shape.get("decode_context", 0)
+            pairs, together = rows * prefill_pairs(context - count, count), rows + decodes
+            tokens = rows * count + decodes
+            work = StepWork(tokens, together, together, pairs, rows * context, decodes, decodes * at, at)
+            if decodes:
+                kind, label = "mixed", f"{label}, {decodes} at {at}"
         points.append(Point(kind, label, work, entry["median_s"]))
     return points
 
@@ -335,9 +335,9 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, flo
     """Return what `StepScatter` takes: standard deviation over mean of decode cycles, about the usual of their number
     of rows; the share of that variance which lasts: by what cycles `_APART` from each other have in common; and the
     same coefficient of cycles with prompts, times the root of the seconds that the model says of each."""
-    told = [[_timed(cycle, cost) for cycle in phase.cycles] for phase in phases]
-    usual = _usual(chain.from_iterable(told))
-    runs = [[(each, min(each.ratio / usual[each.group], _WILD)) for each in run if each.group in usual] for run in told]
+    raw = [[_timed(cycle, cost) for cycle in phase.cycles] for phase in phases]
+    usual = _usual(chain.from_iterable(raw))
+    runs = [[(each, min(each.ratio / usual[each.group], _WILD)) for each in run if each.group in usual] for run in raw]
     of_decodes = [[ratio for each, ratio in run if not each.prompts] for run in runs]
     of_prompts = [(ratio - 1.0) ** 2 * each.seconds for run in runs for each, ratio in run if each.prompts]
     prompts = math.sqrt(fmean(of_prompts)) if len(of_prompts) >= _FEWEST else None
@@ -350,10 +350,10 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, flo
     return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / SCATTER_LASTS_STEPS))), prompts
 
 
-def _usual(told: Iterable[_TimedCycle]) -> dict[tuple[bool, int], float]:
+def _usual(timed: Iterable[_TimedCycle]) -> dict[tuple[bool, int], float]:
     """Return the usual multiple of the model's time for each kind with enough cycles."""
     groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    for each in told:
+    for each in timed:
         groups[each.group].append(each.ratio)
     return {group: median(ratios) for group, ratios in groups.items() if len(ratios) >= _FEWEST}
 

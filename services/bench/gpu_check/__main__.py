@@ -54,7 +54,7 @@ RUN: dict[str, Callable[[Check], None]] = {
     "golden-presets": tests_of("test_presets.py", "-k", "not unified and not probabilities"),
     "tests": tests_of(),
 }
-_PATIENCE = 50.0  # on a processor, which may be a busy one
+_CPU_DEADLINE_FACTOR = 50.0  # on a processor, which may be a busy one
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     found = Findings(options.section, options.rows)
     real = chosen.type == "cuda"
-    guard = Guard(found, chosen, options.seconds, patience=1.0 if real else _PATIENCE)
+    guard = Guard(found, chosen, options.seconds, deadline_factor=1.0 if real else _CPU_DEADLINE_FACTOR)
     end_with(options.parent)
     compiled_kernels.keep_in_cache()
     try:
@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
             RUN[options.section](Check(chosen, real, folder, found, guard, logs))
     except Exception as error:  # of any kind: the table tells
         traceback.print_exc()
-        words = str(error).partition("\n")[0]
-        found.checked("ran to its end", False, f"{type(error).__name__}: {words}")
+        message = str(error).partition("\n")[0]
+        found.checked("ran to its end", False, f"{type(error).__name__}: {message}")
     print(table(found.rows))
     return int(any(row.verdict == "fail" for row in found.rows))
 

@@ -111,8 +111,8 @@ def _client(name: str, part: Part, workload: Workload, trace: Path, seed: int) -
     if items[0].hash_ids:
         words.append(f"--hash-block={items[0].hash_block}")
     (slo,) = slos
-    asked = {"ttft_slo_ms": slo.ttft_s, "tpot_slo_ms": slo.tpot_s, "deadline_ms": slo.deadline_s}
-    given = {field: 1000 * limit_s for field, limit_s in asked.items() if limit_s}
+    targets = {"ttft_slo_ms": slo.ttft_s, "tpot_slo_ms": slo.tpot_s, "deadline_ms": slo.deadline_s}
+    given = {field: 1000 * limit_s for field, limit_s in targets.items() if limit_s}
     if given:
         words.append(f"--extra-body={json.dumps({'cohort': given})}")
     limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.deadline_s, "itl": part.tbt_s}

@@ -74,10 +74,10 @@ class Served:
         with tempfile.TemporaryDirectory() as folder:
             reports = {client.name: Path(folder) / f"{number}.json" for number, client in enumerate(clients)}
             running: dict[str, subprocess.Popen[bytes]] = {}
-            begun_s = time.monotonic()
+            started_s = time.monotonic()
             try:
                 for client in sorted(clients, key=lambda client: client.after_s):
-                    time.sleep(max(0.0, begun_s + client.after_s - time.monotonic()))
+                    time.sleep(max(0.0, started_s + client.after_s - time.monotonic()))
                     written = ("--quiet", "--json", str(reports[client.name]))
                     running[client.name] = start_cohort("bench", "--url", self.url, *client.arguments, *written)
                 _wait_for(running)

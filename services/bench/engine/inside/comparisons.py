@@ -276,9 +276,9 @@ class _Step:
         self.layers = max(2, cache_bytes // (rows * blocks * block_bytes))
         self.read_bytes = self.layers * (rows * context * block_bytes // _ATTENTION_BLOCK)
         cache = (rows * blocks, self.layers, 2, self.kv_heads, _ATTENTION_BLOCK)
-        kept = torch.uint8 if self.fp8 else dtype
+        stored = torch.uint8 if self.fp8 else dtype
         # as the engine's cache lies in memory
-        self.kv = huge_zeros(math.prod(cache) * row_bytes).view(kept).view(*cache, -1)
+        self.kv = huge_zeros(math.prod(cache) * row_bytes).view(stored).view(*cache, -1)
         for part in self.kv.unbind():
             numbers = torch.randn(*part.shape[:-1], dim)
             part.copy_(encoded(numbers) if self.fp8 else numbers)

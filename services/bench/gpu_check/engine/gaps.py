@@ -44,7 +44,7 @@ from cohort.services.bench.gpu_check.frame.guard import NotInstalled
 
 WANTED_IDLE = 0.02
 _JOINING = 120  # tokens that the first request gets while the others' prompts are computed
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 class _Watched(WorkerMachine):
@@ -120,7 +120,7 @@ async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, co
     serving = asyncio.create_task(loop.run())
     first, counters, before = 0, machine.counters, (0, 0)
     while not serving.done():
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
         if not first and counters.prefill_tokens >= rows * prompt:
             first = len(machine.ends) + 2
             before = (counters.planned_ahead, counters.steps)

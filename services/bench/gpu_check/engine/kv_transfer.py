@@ -20,7 +20,7 @@ from cohort.common.errors import TransferError
 from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import NotInstalled
-from cohort.services.bench.links import MB, PIPELINED, Ends, LinkPair, Memory, open_link, send_there
+from cohort.services.bench.links import MB, PIPELINED, Ends, LinkPair, Memory, open_link, run_sender
 
 WANTED = 0.7
 _MODULE = "cohort.services.bench.gpu_check.engine.kv_transfer"
@@ -82,8 +82,8 @@ async def _measure(check: Check, name: str, payload: float) -> None:
     finally:
         await pair.close()
     if name == "ucx":
-        told = "".join(log.read_text(encoding="utf-8", errors="replace") for log in check.logs.glob("ucx-*.log"))
-        check.found.add_note("ucx: large messages", "; ".join(transports(told)) or "it named no transport")
+        text = "".join(log.read_text(encoding="utf-8", errors="replace") for log in check.logs.glob("ucx-*.log"))
+        check.found.add_note("ucx: large messages", "; ".join(transports(text)) or "it named no transport")
 
 
 def transports(log: str) -> list[str]:
@@ -94,4 +94,4 @@ def transports(log: str) -> list[str]:
 
 if __name__ == "__main__":
     device, link, address = sys.argv[1], sys.argv[3], sys.argv[4]  # behind --sender; keys and UCX's devices follow
-    asyncio.run(send_there(link, bytes.fromhex(address), Ends(memory=DeviceMemory(device))))
+    asyncio.run(run_sender(link, bytes.fromhex(address), Ends(memory=DeviceMemory(device))))

@@ -105,7 +105,7 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, fl
             stdin=subprocess.DEVNULL,
         )
     try:
-        _wait_ready(server, port, log, check.guard.left_s - 5)
+        _wait_ready(server, port, log, check.guard.remaining_s - 5)
         yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"), time.monotonic() - started
     finally:
         server.send_signal(signal.SIGTERM)
@@ -157,11 +157,11 @@ def _travelled(check: Check, preset: str, served: Served) -> None:
     until = time.monotonic() + (_METRICS_S if check.real else 10 * _METRICS_S)
     while not any((totals := _moved(_metrics(served))).values()) and time.monotonic() < until:
         time.sleep(0.5)
-    words = "; ".join(f"{link}: {value / 2**20:.1f} MiB" for link, value in totals.items())
+    note = "; ".join(f"{link}: {value / 2**20:.1f} MiB" for link, value in totals.items())
     if preset == "disaggregated":
-        check.found.checked(f"{preset}: KV travelled", any(totals.values()), words)
+        check.found.checked(f"{preset}: KV travelled", any(totals.values()), note)
     else:  # where the first token comes soonest may be where the request is
-        check.found.add_note(f"{preset}: KV travelled", words or "the metrics name no bytes")
+        check.found.add_note(f"{preset}: KV travelled", note or "the metrics name no bytes")
 
 
 def _moved(metrics: str) -> dict[str, float]:

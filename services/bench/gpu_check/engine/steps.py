@@ -168,12 +168,12 @@ def _by_kernel(
     total = sum(kernel["us"] for kernel in kernels)
     for kernel in kernels:
         kernel["share"] = kernel["us"] / total if total else 0.0
-    kept = kernels[:_TOP]
-    words = f"{total / 1e3:.3f} ms of kernels a call, {sum(kernel['calls'] for kernel in kernels):.0f} launches"
+    top = kernels[:_TOP]
+    note = f"{total / 1e3:.3f} ms of kernels a call, {sum(kernel['calls'] for kernel in kernels):.0f} launches"
     slug = name.replace(" ", "-").replace(",", "").replace(":", "")
-    (check.logs / f"{slug}.kernels.json").write_text(json.dumps({"name": name, "note": words, "kernels": kept}))
-    leading = ", ".join(f"{kernel['name'][:40]} {kernel['share']:.0%}" for kernel in kept[:3])
-    check.found.add_note(f"{name}: by kernel", f"{words}; {leading}")
+    (check.logs / f"{slug}.kernels.json").write_text(json.dumps({"name": name, "note": note, "kernels": top}))
+    leading = ", ".join(f"{kernel['name'][:40]} {kernel['share']:.0%}" for kernel in top[:3])
+    check.found.add_note(f"{name}: by kernel", f"{note}; {leading}")
     if real:
         file = check.logs / f"{slug}.trace.json.gz"
         with contextlib.suppress(OSError, RuntimeError):

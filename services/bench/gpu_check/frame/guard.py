@@ -28,7 +28,7 @@ from cohort.services.bench.gpu_check.frame.report import Findings
 
 _LEAST_S = 0.5
 _POLL_S = 0.5
-_KEPT_BYTES = 4 << 30
+_MAX_CACHED_BYTES = 4 << 30
 EXIT_ALONE = 3
 
 Found = TypeVar("Found")
@@ -54,8 +54,8 @@ def probe_device(device: torch.device) -> None:
 
 
 class Guard:
-    """The items of one section. `seconds`: until the section is to end. `patience` stretches the items' own deadlines:
-    without a GPU nothing is measured, and a busy machine may take its time."""
+    """The items of one section. `seconds`: until the section is to end. `deadline_factor` stretches the items' own
+    deadlines: without a GPU nothing is measured, and a busy machine may take its time."""
 
     def __init__(
         self,
@@ -63,19 +63,19 @@ class Guard:
         device: torch.device,
         seconds: float,
         *,
-        patience: float = 1.0,
+        deadline_factor: float = 1.0,
         probe: Callable[[torch.device], None] = probe_device,
     ) -> None:
         self._found = found
         self._device = device
         self._until_s = time.monotonic() + seconds
-        self._patience = patience
+        self._deadline_factor = deadline_factor
         self._probe = probe
         self.dead = ""
         """Reason why the device no longer answers; "" = it does."""
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the section is to end."""
         return self._until_s - time.monotonic()
 
@@ -101,28 +101,28 @@ class Guard:
         """Return why no item can begin any more; "" = one can."""
         if self.dead:
             return f"the device no longer answers: {self.dead}"
-        return "no time was left" if self.left_s < _LEAST_S else ""
+        return "no time was left" if self.remaining_s < _LEAST_S else ""
 
     def settle(self) -> None:
         """Wait for what the item launched, so that a failure is this item's and not the next one's. Return what the
         allocator keeps of a large item, lest its pieces be in the next one's way."""
         self._probe(self._device)
         if self._device.type == "cuda":
-            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            if kept > _KEPT_BYTES:
+            cached_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            if cached_bytes > _MAX_CACHED_BYTES:
                 torch.cuda.empty_cache()
 
     def judge(self, name: str, error: BaseException) -> None:
         """Add the row of an item that raised. Let go of what it held, then check that the device still answers."""
         if isinstance(error, NotInstalled):
-            self._found.add_note(name, f"not there: {_words(error)}")
+            self._found.add_note(name, f"not there: {_first_line(error)}")
             return
         if isinstance(error, (torch.OutOfMemoryError, DoesNotFit)):
-            self._found.add_note(name, f"does not fit: {_words(error)}")
+            self._found.add_note(name, f"does not fit: {_first_line(error)}")
         else:
             traceback.print_exception(error)
-            told = str(error) if isinstance(error, Overrun) else f"{type(error).__name__}: {_words(error)}"
-            self._found.add_note(name, told, "fail")
+            message = str(error) if isinstance(error, Overrun) else f"{type(error).__name__}: {_first_line(error)}"
+            self._found.add_note(name, message, "fail")
         for each in (error, error.__cause__, error.__context__):
             if each is not None and each.__traceback__ is not None:
                 traceback.clear_frames(each.__traceback__)
@@ -132,13 +132,13 @@ class Guard:
                 torch.cuda.empty_cache()
             self._probe(self._device)
         except Exception as broken:
-            self.dead = f"{_words(broken)} (since: {name})"
+            self.dead = f"{_first_line(broken)} (since: {name})"
             print(f"the device's context is dead: {self.dead}", flush=True)
 
     @contextlib.contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
         """Stop Python code by SIGALRM. For the main thread."""
-        seconds = max(_LEAST_S, min(seconds * self._patience, self.left_s))
+        seconds = max(_LEAST_S, min(seconds * self._deadline_factor, self.remaining_s))
 
         def passed(_signal: int, _frame: object) -> None:
             raise Overrun(f"not done after {seconds:.0f} s")
@@ -165,5 +165,5 @@ def end_with(parent: int) -> None:
     threading.Thread(target=keep_watch, name="watch", daemon=True).start()
 
 
-def _words(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__

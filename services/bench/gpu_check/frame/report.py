@@ -196,13 +196,13 @@ class Results:
     def _packed(self) -> bytes:
         """Pack the end of every log; the oldest fall out when all together are too large."""
         out = io.BytesIO()
-        left = _LOGS_TOGETHER
+        remaining = _LOGS_TOGETHER
         with tarfile.open(fileobj=out, mode="w:gz") as archive:
             files = [file for file in self._logs.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True):
                 data = file.read_bytes()[-_LARGEST_LOG:]
-                left -= len(data)
-                if left < 0:
+                remaining -= len(data)
+                if remaining < 0:
                     break
                 entry = tarfile.TarInfo(str(file.relative_to(self._logs)))
                 entry.size, entry.mtime = len(data), int(file.stat().st_mtime)

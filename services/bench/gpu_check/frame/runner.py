@@ -38,7 +38,7 @@ from cohort.services.bench.gpu_check.frame.report import Results, Row, SectionRu
 
 PACKAGE = Path(cohort.__file__).resolve().parent
 MODULE = "cohort.services.bench.gpu_check"
-_LAST_WORDS = 3
+_LAST_LINES = 3
 _LEAST_S = 5.0  # a section that has less is not begun
 _CLOSING_S = 3.0  # before a section's deadline, for it to end by itself
 _POLL_S = 0.5
@@ -147,8 +147,8 @@ def _run(options: argparse.Namespace, run: Run) -> int:
         print("Dry run on the processor with tiny shapes: no metric below is a measurement.\n")
     print(report.table(rows))
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "miss", "fail", "not run")}
-    words = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    print(f"\n{words} in {results.seconds} s; {results.state}; {options.out}")
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    print(f"\n{summary} in {results.seconds} s; {results.state}; {options.out}")
     return report.exit_status(rows) if results.state == "complete" else 143
 
 
@@ -164,10 +164,10 @@ def _build_host_kernels(run: Run) -> subprocess.Popen[bytes]:
     """Build in the background from the start: what needs the kernels waits for the build's lock."""
     cache = run.environment.get("COHORT_CACHE_DIR") or str(cache_dir())
     words = ["nice", "-n", "10", sys.executable, "-P", "-m", "cohort.kernels.cpu.build", cache]
-    return _begun(words, run.logs / "build.log", run)
+    return _started(words, run.logs / "build.log", run)
 
 
-def _begun(words: list[str], log: Path, run: Run) -> subprocess.Popen[bytes]:
+def _started(words: list[str], log: Path, run: Run) -> subprocess.Popen[bytes]:
     """Start a process in a group of its own."""
     with log.open("wb") as out:
         return subprocess.Popen(
@@ -185,8 +185,8 @@ def refusal(environment: dict[str, str], *, dry_run: bool) -> str:
     """Return why nothing can be measured here; "" = it can. Another process checks: this one stays small."""
     wanted = ("torch", "transformers", "llguidance", "msgspec", "structlog", "yaml", "zmq", "aiohttp")
     code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None), sep=', ')"
-    asked = "" if dry_run else "\nimport torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-    command = [sys.executable, "-c", code + asked, *wanted]
+    device_check = "" if dry_run else "\nimport torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+    command = [sys.executable, "-c", code + device_check, *wanted]
     try:
         found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
@@ -244,11 +244,11 @@ def _section(section: str, until_s: float, run: Run, results: Results) -> None:
         current.seconds = time.monotonic() - started_s
         current.state = "killed"
     if status is None:
-        current.rows.append(_note(section, "fail", f"not done after {seconds:.0f} s: {_last_words(log)}"))
+        current.rows.append(_note(section, "fail", f"not done after {seconds:.0f} s: {_last_lines(log)}"))
     else:
         current.state = "ended"
         if status != 0 and not any(row.verdict == "fail" for row in current.rows):
-            current.rows.append(_note(section, "fail", f"ended with status {status}: {_last_words(log)}"))
+            current.rows.append(_note(section, "fail", f"ended with status {status}: {_last_lines(log)}"))
     print(f"{current.seconds:.0f} s", flush=True)
     results.write(logs=True)
 
@@ -263,11 +263,11 @@ def _start(section: str, run: Run, rows: Path, log: Path, seconds: float) -> sub
         "--parent": os.getpid(),  # which may be gone before the section can ask for it
     }
     words = [str(word) for pair in options.items() for word in pair]
-    return _begun([sys.executable, "-P", "-m", MODULE, section, *words], log, run)
+    return _started([sys.executable, "-P", "-m", MODULE, section, *words], log, run)
 
 
-def _last_words(log: Path) -> str:
-    return " / ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_WORDS:])
+def _last_lines(log: Path) -> str:
+    return " / ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LAST_LINES:])
 
 
 def _note(section: str, verdict: Verdict, text: str) -> Row:

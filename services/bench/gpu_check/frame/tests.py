@@ -93,9 +93,9 @@ class _Rows:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            words = report.longreprtext.strip().splitlines() or ["?"]
+            lines = report.longreprtext.strip().splitlines() or ["?"]
             print(report.longreprtext, flush=True)
-            self._found.checked(f"{_name(report.nodeid)}: collected", False, words[-1])
+            self._found.checked(f"{_name(report.nodeid)}: collected", False, lines[-1])
 
 
 def _name(nodeid: str) -> str:

@@ -62,9 +62,9 @@ def _rates(check: Check) -> None:
 def _page_locked(check: Check) -> None:
     size = (256 << 20) if check.real else 1 << 16
     host = torch.empty(size, dtype=torch.uint8, pin_memory=check.device.type == "cuda")
-    there = rates.random_bytes(size, check.device)
+    on_device = rates.random_bytes(size, check.device)
     for name, call in (
-        ("page-locked memory to device", lambda: there.copy_(host, non_blocking=True)),
-        ("device to page-locked memory", lambda: host.copy_(there, non_blocking=True)),
+        ("page-locked memory to device", lambda: on_device.copy_(host, non_blocking=True)),
+        ("device to page-locked memory", lambda: host.copy_(on_device, non_blocking=True)),
     ):
         check.found.measured(name, size / rates.seconds(call, check.device) / 1e9, "GB/s")

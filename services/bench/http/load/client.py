@@ -345,6 +345,6 @@ async def measure_loop_lag(lag_s: list[float], period_s: float = LAG_PERIOD_S) -
     Sleeping in steps is the measurement itself here.
     """
     while True:
-        asked_s = now_s()
+        started_s = now_s()
         await asyncio.sleep(period_s)
-        lag_s.append(max(0.0, now_s() - asked_s - period_s))
+        lag_s.append(max(0.0, now_s() - started_s - period_s))

@@ -125,9 +125,9 @@ def _breakdown(title: str, slices: dict[str, Slice]) -> Table:
         cells = []
         for found in (one.ttft_ms, one.tpot_ms, one.e2e_ms):
             cells += ["–", "–"] if found is None else [_short(found.p50), _short(found.p99)]
-        kept = f"{100 * one.slo.kept_of_sent:.1f}" if one.slo else "–"
+        slo_share = f"{100 * one.slo.kept_of_sent:.1f}" if one.slo else "–"
         counts = (str(one.completed), str(one.failed), _short(one.output_tokens_per_s), f"{one.tokens_at_once:.2f}")
-        table.add_row(escape(name) or "–", *counts, *cells, kept)
+        table.add_row(escape(name) or "–", *counts, *cells, slo_share)
     return table
 
 

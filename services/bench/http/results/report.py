@@ -200,7 +200,7 @@ def _slo(records: Sequence[RequestRecord], limits: SloLimits, per_s: float) -> S
     attained: list[RequestRecord] = []
     for record in judged:
         verdict = slo_verdict(record, limits)
-        within.update(name for name, kept in verdict.items() if kept)
+        within.update(name for name, met in verdict.items() if met)
         # A class without any limit attains by completing.
         if record.status == "completed" and all(verdict.values()):
             attained.append(record)

@@ -16,7 +16,7 @@ def read(api: Api, events: list[Any]) -> AnswerContent:
         assert not reader.done
         reader.take(event if isinstance(event, str) else json.dumps(event))
     assert reader.done
-    return reader.said()
+    return reader.content()
 
 
 def test_a_completion_of_two_choices() -> None:

@@ -73,10 +73,10 @@ def test_what_is_left(tree: tuple[Path, list[int]]) -> None:
     folder, pids = tree
     census = Census(folder)
     census.sample(1.0, maps=True)
-    assert any(str(pids[1]) in found for found in census.left())
+    assert any(str(pids[1]) in found for found in census.leftovers())
     for pid in pids:
         os.kill(pid, 9)
     census.series = {Life("gateway", pids[1], 0): []}  # its process id may be another's by now
-    assert census.left() == [f"shared memory {SHARED}"]
+    assert census.leftovers() == [f"shared memory {SHARED}"]
     SHARED.unlink()
-    assert census.left() == []
+    assert census.leftovers() == []

@@ -25,7 +25,7 @@ native.keep_in(cache_dir())
 
 def check_in(folder: Path) -> Check:
     found = Findings("section", None)
-    return Check(CPU, False, folder, found, Guard(found, CPU, 3600, patience=50), folder)
+    return Check(CPU, False, folder, found, Guard(found, CPU, 3600, deadline_factor=50), folder)
 
 
 def test_verdicts() -> None:
@@ -122,7 +122,7 @@ def test_a_dead_device_ends_the_model_but_not_its_report(tmp_path: Path) -> None
         if dead:
             raise RuntimeError("an illegal memory access was encountered")
 
-    check.guard = Guard(check.found, CPU, 3600, patience=50, probe=probe)
+    check.guard = Guard(check.found, CPU, 3600, deadline_factor=50, probe=probe)
     check.guard.item("first", lambda: check.found.checked("first", True))
     dead.append(1)
     check.guard.item("illegal", lambda: check.dtype.no_such_attribute)  # type: ignore[attr-defined]

@@ -69,12 +69,12 @@ def make_machine(
         compose.late_binding(config),
         now_s,
     )
-    told = recorded(
+    handler = recorded(
         context,
         machine,
         lambda: ManagerHeader(context.instance, context.incarnation, settings, now_s, config_text(config)),
     )
-    return machine, traced(context, guarded(context, told), ManagerSpans)
+    return machine, traced(context, guarded(context, handler), ManagerSpans)
 
 
 class ManagerService:
@@ -82,7 +82,7 @@ class ManagerService:
         self._context = context
         self._metrics = SchedulerMetrics(context.metrics)
         self._order = MeasuredOrder(compose.prefill_order(context.config), self._metrics)
-        self.machine, self._told = make_machine(context, self._order)
+        self.machine, self._handler = make_machine(context, self._order)
         self._decisions = DecisionLog()
         self._split: tuple[Segment, ...] = ()
         """The segments of the request that is being placed, where there are several."""
@@ -143,7 +143,7 @@ class ManagerService:
     def _handle(self, *events: ManagerEvent) -> None:
         """Handle events, then together the messages that were undeliverable, until there is none."""
         while events:
-            for effect in self._told.handle(self._context.clock.now_s(), *events):
+            for effect in self._handler.handle(self._context.clock.now_s(), *events):
                 self._perform(effect)
             events, self._undelivered = tuple(self._undelivered), []
         if self.machine.leads is not self._leads:

@@ -98,13 +98,13 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
         yield problem("configuration", str(error), "cohort serve --print-config shows what is configured")
         settled = config
     moves_kv = compose.moves_kv(settled)
-    kept = {"cache": paths.cache_dir(), "state": paths.state_dir(settled.state.folder)}
+    folders = {"cache": paths.cache_dir(), "state": paths.state_dir(settled.state.folder)}
     own = [name for name in names("devices") if (user_folder() / "devices" / f"{name}.yaml").is_file()]
     load = _checked("load", lambda: machine.load(cores, running))
     yield from (
         _checked("model", lambda: files.model(config, folder)),
         _checked("ports", lambda: machine.ports(plan(settled, cores), running)),
-        _checked("disk space", lambda: machine.disk(kept)),
+        _checked("disk space", lambda: machine.disk(folders)),
         _checked("memory", lambda: memory(settled, folder)),
         _checked("threads", lambda: machine.threads(settled, cores)),
         load,

@@ -73,22 +73,22 @@ def run(options: argparse.Namespace) -> int:
 
 def matching(service: str, instances: Sequence[str]) -> list[str]:
     """Return the processes that a word names. A folder's name (bucketing_manager) names its process, too."""
-    word = {"bucketing_manager": "manager", "length_predictor": "predictor", "global_monitor": "monitor"}.get(
+    kind = {"bucketing_manager": "manager", "length_predictor": "predictor", "global_monitor": "monitor"}.get(
         service, service.removesuffix("_worker")
     )
     kinds = ("prefill", "decode", "unified")
-    match word:
+    match kind:
         case "":
             return list(instances)
         case "worker" | "workers":
             return [name for name in instances if name.rpartition("-")[0] in kinds]
         case _:
-            return [name for name in instances if name == word or name.rpartition("-")[0] == word]
+            return [name for name in instances if name == kind or name.rpartition("-")[0] == kind]
 
 
 def change(folder: Path, marks: Mapping[str, ProcessMark], level: Level) -> int:
     """Ask each of them, and wait until it has read its file. 0: all did."""
-    asked: dict[str, Path] = {}
+    requested: dict[str, Path] = {}
     failed: dict[str, str] = {}
     for instance, mark in marks.items():
         if not catches(mark.pid, signal.SIGUSR2):
@@ -96,14 +96,14 @@ def change(folder: Path, marks: Mapping[str, ProcessMark], level: Level) -> int:
             continue
         path = request_level(folder, instance, level)
         if mark.send(signal.SIGUSR2):
-            asked[instance] = path
+            requested[instance] = path
         else:
             path.unlink(missing_ok=True)
             failed[instance] = "has ended"
     deadline_s = time.monotonic() + ANSWER_DEADLINE_S
-    while any(path.exists() for path in asked.values()) and time.monotonic() < deadline_s:
+    while any(path.exists() for path in requested.values()) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
-    for instance, path in asked.items():
+    for instance, path in requested.items():
         if path.exists():
             failed[instance] = f"did not answer within {ANSWER_DEADLINE_S:.0f} s"
     for instance in marks:

@@ -154,7 +154,7 @@ def cluster_text(measured: Measured, machine: Machine) -> str:
             "control_latency_s": _SHARED_LATENCY_S,
         }
         head += " that gateway, manager and client run on, too. Links and control_latency_s are those of cpu-2x1"
-        head += f".\n# {beside_line(machine).capitalize()}" if machine.contention.decodes else ""
+        head += f".\n# {contention_line(machine).capitalize()}" if machine.contention.decodes else ""
     else:
         head += "; what the services take is in the device's step_s and row_s"
     if not machine.live_errors:
@@ -173,7 +173,7 @@ def error_lines(machine: Machine) -> list[str]:
     ]
 
 
-def beside_line(machine: Machine) -> str:
+def contention_line(machine: Machine) -> str:
     """Describe how engines slow each other down; "" if that was not measured."""
     found = machine.contention
     if not found.decodes:
@@ -204,5 +204,5 @@ def _yaml(data: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, width=120))
 
 
-def cores_here() -> int:
+def local_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -139,17 +139,17 @@ def run_engine(
 
 
 def _threads(args: argparse.Namespace, config: Config) -> int:
-    from cohort.services.cli.machine_files import cores_here
+    from cohort.services.cli.machine_files import local_cores
 
     if args.threads or not args.save:
-        return int(args.threads or config.default_threads(cores_here()))
-    return max(1, cores_here() // _instances(args, gpu=False))
+        return int(args.threads or config.default_threads(local_cores()))
+    return max(1, local_cores() // _instances(args, gpu=False))
 
 
 def _instances(args: argparse.Namespace, *, gpu: bool) -> int:
-    from cohort.services.cli.machine_files import cores_here
+    from cohort.services.cli.machine_files import local_cores
 
-    return int(args.instances or (1 if gpu else min(2, cores_here())))
+    return int(args.instances or (1 if gpu else min(2, local_cores())))
 
 
 def save(args: argparse.Namespace, config: Config, output: Path) -> int:
@@ -168,16 +168,16 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
         units=profile.units,
         instances=_instances(args, gpu=gpu),
         threads=_threads(args, config),
-        cores=machine_files.cores_here(),
+        cores=machine_files.local_cores(),
         model=model,
         model_folder=Path(profile.model_folder),
         machine=f"{platform.node()} ({profile.machine}, {profile.device})",
         measured_on=time.strftime("%Y-%m-%d"),
     )
     phases = [] if args.engine_only else live(measured.threads, args, config)
-    beside = [] if args.engine_only or not measured.shares_cores else live_together(measured, config)
+    slices = [] if args.engine_only or not measured.shares_cores else live_together(measured, config)
     points = profile_points(output)
-    machine = fit_machine(points, model, machine_files.template(measured), phases, beside, measured.cores)
+    machine = fit_machine(points, model, machine_files.template(measured), phases, slices, measured.cores)
     folder = Path(args.to).expanduser() if args.to else user_folder()
     written = machine_files.write(folder, measured, machine, new_model=new_model)
     cycles = sum(len(phase.cycles) for phase in phases)
@@ -191,7 +191,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
         )
         if machine.scatter_prompts is not None:
             lines[-1] += f", an iteration with prompts of a second by {machine.scatter_prompts:.1%}"
-    lines += filter(None, [machine_files.beside_line(machine)])
+    lines += filter(None, [machine_files.contention_line(machine)])
     lines += filter(None, [machine_files.disturbed(machine)])
     lines += [f"wrote {path}" for path in written]
     cluster = next(str(path) for path in written if path.parent.name == "clusters") if args.to else args.save

@@ -26,7 +26,7 @@ _KEYS = {
 }
 """Security schemes; either will do."""
 _ID_HEADER = {"x-request-id": {"required": True, "schema": {"type": "string"}}}
-_WORDS = {
+_DESCRIPTIONS = {
     200: "The answer.",
     204: "Done.",
     206: "The part that `Range` names.",
@@ -99,7 +99,7 @@ def openapi(*, keys: bool, model: str) -> dict[str, Any]:
     errors = {
         f"{kind.__name__}{status}": _response(status, {"content": {JSON: {"schema": schema_of[kind]}}})
         for kind in (OpenAiError, AnthropicError)
-        for status in _WORDS
+        for status in _DESCRIPTIONS
         if status >= 400
     }
     return {
@@ -145,7 +145,7 @@ def _event_schema(data: list[Any], error: Any) -> dict[str, Any]:
 
 
 def _response(status: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-    return {"description": _WORDS[status], "headers": _ID_HEADER, **answer}
+    return {"description": _DESCRIPTIONS[status], "headers": _ID_HEADER, **answer}
 
 
 def _taken(operation: Operation, schema_of: Mapping[Any, Any], model: str) -> dict[str, Any]:
@@ -211,5 +211,5 @@ def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"list of ({' or '.join(_kinds(schema.get('items') or {}))})"
     else:
         limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "maxLength": "length ≤"}
-        told = [f"{sign} {schema[key]:g}" for key, sign in limits.items() if key in schema]
-        yield html.escape(" ".join([str(schema.get("type", "any value")), *told]))
+        limited = [f"{sign} {schema[key]:g}" for key, sign in limits.items() if key in schema]
+        yield html.escape(" ".join([str(schema.get("type", "any value")), *limited]))

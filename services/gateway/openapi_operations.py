@@ -101,7 +101,7 @@ EVERYWHERE = (400, 403, 500)
 _READ = (408, 413, 415, 429)
 # No such model, too many requests or the limit of a key, no worker, too late.
 _GENERATE = (*_READ, 404, 503, 504)
-_KEPT = (404, 503)
+_ITEM = (404, 503)
 _STORED = (503, 507)
 
 _KIND_AND_SLO: tuple[Schema, ...] = (
@@ -174,7 +174,7 @@ _chat_chunk = _with(Answer, "ChatCompletionChunk", choices=list[_chat_chunk_choi
 _file_list = _with(Page, "FileList", data=list[FileObject])
 _batch_list = _with(Page, "BatchList", data=list[BatchObject])
 
-_WORDS = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _one = RESPONSES_PATH + "/{id}"
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -200,7 +200,7 @@ OPERATIONS: tuple[Operation, ...] = (
         events=(_chat_chunk,),
         errors=_GENERATE,
         parameters=(*_KIND_AND_SLO, _RESUME),
-        example={**_WORDS, "max_completion_tokens": 8},
+        example={**_QUESTION, "max_completion_tokens": 8},
     ),
     Operation(
         "resumeStream",
@@ -213,7 +213,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(_LAST_EVENT,),
     ),
     Operation(
-        "cancelStream", "delete", STREAMS_PATH, "End a stream that can be resumed.", media="", success=204, errors=_KEPT
+        "cancelStream", "delete", STREAMS_PATH, "End a stream that can be resumed.", media="", success=204, errors=_ITEM
     ),
     Operation(
         "createResponse",
@@ -234,17 +234,17 @@ OPERATIONS: tuple[Operation, ...] = (
         _one,
         "A response that is kept.",
         answer=ResponseObject,
-        errors=_KEPT,
+        errors=_ITEM,
         parameters=(_flag("stream", {"enum": [False]}),),
     ),
-    Operation("deleteResponse", "delete", _one, "Delete it.", answer=DeletedResponse, errors=_KEPT),
+    Operation("deleteResponse", "delete", _one, "Delete it.", answer=DeletedResponse, errors=_ITEM),
     Operation(
         "listInputItems",
         "get",
         f"{_one}/input_items",
         "What it was made from.",
         answer=InputItems,
-        errors=_KEPT,
+        errors=_ITEM,
         parameters=(_limit(100), _ORDER, _AFTER),
     ),
     Operation(
@@ -253,7 +253,7 @@ OPERATIONS: tuple[Operation, ...] = (
         f"{_one}/cancel",
         "Refused: a response that is kept has ended.",
         success=0,
-        errors=_KEPT,
+        errors=_ITEM,
     ),
     Operation(
         "createMessage",
@@ -265,7 +265,7 @@ OPERATIONS: tuple[Operation, ...] = (
         events=(MessagesEvent,),
         errors=_GENERATE,
         parameters=(*_KIND_AND_SLO, _RESUME),
-        example={**_WORDS, "max_tokens": 8},
+        example={**_QUESTION, "max_tokens": 8},
     ),
     Operation(
         "countTokens",
@@ -275,7 +275,7 @@ OPERATIONS: tuple[Operation, ...] = (
         body=CountTokensBody,
         answer=CountedTokens,
         errors=_GENERATE,
-        example=_WORDS,
+        example=_QUESTION,
     ),
     Operation("listModels", "get", "/v1/models", "The model that is served, and its LoRA adapters.", answer=ModelList),
     Operation("getModel", "get", "/v1/models/{name}", "One of them by its name.", answer=ModelObject, errors=(404,)),
@@ -370,7 +370,7 @@ OPERATIONS: tuple[Operation, ...] = (
         USAGE_PATH,
         "What this key used, by day and class; 404 where no keys are asked for.",
         answer=UsageList,
-        errors=_KEPT,
+        errors=_ITEM,
         parameters=(_flag("days", {"type": "integer", "minimum": 0}), _flag("keys", {"enum": ["own", "all"]})),
     ),
     Operation("health", "get", "/health", "Whether the process lives.", answer=Health),

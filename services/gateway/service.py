@@ -116,8 +116,8 @@ class Gateway:
         self.generator = Generator(config.gateway, served, host, self.streams, self._owners)
         self._api = OpenAiApi(self.generator)
         self._messages = MessagesApi(self.generator)
-        self._kept = ResponseArchive(config, owner_share=self._owners.share, clock=context.clock)
-        self._responses = ResponsesApi(self.generator, self._kept)
+        self._archive = ResponseArchive(config, owner_share=self._owners.share, clock=context.clock)
+        self._responses = ResponsesApi(self.generator, self._archive)
         endpoints = (*self._api.endpoints, self._responses, self._messages)
         self._resumption = Resumption(
             self.generator, endpoints, self._tenants.lease_of, paths.state_dir(config.state.folder) / "streams.sqlite3"
@@ -201,7 +201,7 @@ class Gateway:
                 metrics=self._context.metrics,
                 log=self._context.log,
             ) as batches,
-            self._kept.opened(self._database(), self._context.log),
+            self._archive.opened(self._database(), self._context.log),
             aclosing(self._resumption),
         ):
             await self._serve(batches)
@@ -294,8 +294,8 @@ class Gateway:
             await asyncio.sleep(REPORT_EVERY_S)
             if records := traffic.take():
                 with contextlib.suppress(PeerUnreachable):
-                    told = RequestTraffic(self._context.instance, self._context.incarnation, records)
-                    self._context.bus.send(MONITOR, told)
+                    message = RequestTraffic(self._context.instance, self._context.incarnation, records)
+                    self._context.bus.send(MONITOR, message)
 
     async def _receive(self) -> NoReturn:
         bus, log = self._context.bus, self._context.log

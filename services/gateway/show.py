@@ -31,12 +31,12 @@ class GatewayShow:
         self._streams = streams
         self._metrics = metrics
 
-    def show(self, sender: InstanceId, asked: Look) -> None:
+    def show(self, sender: InstanceId, request: Look) -> None:
         """Answer the monitor's request, and no other. A view that cannot be sent is dropped: the next is fresher."""
         if sender != MONITOR:
             return
         with contextlib.suppress(PeerUnreachable):
-            self._context.bus.send(MONITOR, self._view(asked.requests[:MOST_CHOSEN]))
+            self._context.bus.send(MONITOR, self._view(request.requests[:MOST_CHOSEN]))
 
     def _view(self, chosen: list[RequestId]) -> GatewayView:
         now_s, past = self._context.clock.now_s(), self._streams.stats.past

@@ -76,15 +76,15 @@ class Exporter:
         self._log = log
         self._lock = asyncio.Lock()
         self._exposition = b""
-        self._kept_s = float("-inf")
+        self._collected_s = float("-inf")
         self._warned: set[str] = set()
 
     async def expose(self) -> bytes:
         """Return the joint exposition, at most `_KEEP_S` old."""
         async with self._lock:
-            if time.monotonic() - self._kept_s > _KEEP_S:
+            if time.monotonic() - self._collected_s > _KEEP_S:
                 self._exposition = await self._collect()
-                self._kept_s = time.monotonic()
+                self._collected_s = time.monotonic()
             return self._exposition
 
     async def _collect(self) -> bytes:

@@ -40,9 +40,9 @@ def merge(sources: Iterable[tuple[str, str]]) -> Merged:
     seen: set[str] = set()
     skipped: dict[str, int] = {}
     for instance, text in sources:
-        left_out = _add(instance, text, families, seen)
-        if left_out:
-            skipped[instance] = left_out
+        omitted = _add(instance, text, families, seen)
+        if omitted:
+            skipped[instance] = omitted
     lines: list[str] = []
     for name, family in families.items():
         if family.samples:
@@ -55,7 +55,7 @@ def merge(sources: Iterable[tuple[str, str]]) -> Merged:
 
 def _add(instance: str, text: str, families: dict[str, _Family], seen: set[str]) -> int:
     """Add one source; the number of lines left out."""
-    left_out = 0
+    omitted = 0
     helps: dict[str, str] = {}
     types: dict[str, str] = {}
     for line in text.split("\n"):
@@ -72,18 +72,18 @@ def _add(instance: str, text: str, families: dict[str, _Family], seen: set[str])
             continue
         sample = _label(instance, line)
         if sample is None:
-            left_out += 1
+            omitted += 1
             continue
         name, series, rest = sample
         owner = _owner(name, types)
         type_ = types.get(owner, "untyped")
         family = families.setdefault(owner, _Family(type_, helps.get(owner, "")))
         if family.type_ != type_ or series in seen:
-            left_out += 1
+            omitted += 1
             continue
         seen.add(series)
         family.samples.append(f"{series} {rest}")
-    return left_out
+    return omitted
 
 
 def _label(instance: str, line: str) -> tuple[str, str, str] | None:

@@ -121,8 +121,8 @@ class Pod(_Part, frozen=True):
                 ended = container.last_state.terminated
                 last = f", ended last with status {ended.exit_code} ({ended.reason})" if ended is not None else ""
                 return f"container {container.name}: {waiting.reason}{last} {waiting.message}".rstrip()
-        said = f": {status.reason} {status.message}".rstrip() if status.reason else ""
-        return f"the pod is {status.phase or 'unknown'}{said}, and its worker is not ready"
+        detail = f": {status.reason} {status.message}".rstrip() if status.reason else ""
+        return f"the pod is {status.phase or 'unknown'}{detail}, and its worker is not ready"
 
 
 def _reason(container: ContainerStatus) -> str:
@@ -206,9 +206,9 @@ class KubernetesApi:
 
     def _refused(self, status: int, verb: str, what: str, raw: bytes) -> str:
         try:
-            said = msgspec.json.decode(raw, type=_Failure).message
+            detail = msgspec.json.decode(raw, type=_Failure).message
         except msgspec.MsgspecError:
-            said = ""
+            detail = ""
         match status:
             case 401:
                 missing = f"the API server does not take the token in {self._account}"
@@ -220,7 +220,7 @@ class KubernetesApi:
                 missing = f"{what} was changed meanwhile"
             case _:
                 missing = f"the API server answers {verb} {what} with {status}"
-        return f"{missing}: {said}" if said else missing
+        return f"{missing}: {detail}" if detail else missing
 
 
 def in_pod(environ: Mapping[str, str]) -> bool:

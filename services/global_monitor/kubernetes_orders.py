@@ -23,7 +23,7 @@ from cohort.common.types import InstanceId, Role
 from cohort.services.global_monitor.aggregate import Cluster, Status
 from cohort.services.global_monitor.kubernetes_api import ApiError, KubernetesApi, Scale
 
-LOOK_S = 2.0
+POLL_S = 2.0
 ATTEMPTS = 5
 """Attempts to write replicas while others write, or no answer comes."""
 END_S = 60.0
@@ -63,10 +63,10 @@ class KubernetesOrders:
         clock: Clock,
         log: BoundLogger,
         *,
-        look_s: float = LOOK_S,
+        poll_s: float = POLL_S,
         end_s: float = END_S,
     ) -> None:
-        """`cluster`: what the monitor hears of workers. `look_s`: between two looks at one that comes or goes."""
+        """`cluster`: what the monitor knows of workers. `poll_s`: between two polls of one that comes or goes."""
         self._sets = stateful_sets(config)
         self._kinds = orderable(config)
         self._start_s = config.planner.start_timeout_s
@@ -75,7 +75,7 @@ class KubernetesOrders:
         self._cluster = cluster
         self._clock = clock
         self._log = log
-        self._look_s = look_s
+        self._poll_s = poll_s
 
     async def check(self) -> None:
         """Check that orders would be taken. Raises `ConfigError` if something is missing; no answer is no error."""
@@ -120,19 +120,19 @@ class KubernetesOrders:
         if name not in self._sets.values() or not number.isdecimal():
             names = ", ".join(self._sets.values())
             raise ReplicasNotChanged(f"{instance} is no pod of the StatefulSets {names} (planner.shapes)")
-        left = int(number)
+        remaining = int(number)
         replicas = (await self._read(name)).spec.replicas
-        if replicas > left:
-            behind = [each for each in _pods(name, replicas)[left + 1 :] if self._up(each)]
-            if behind:
+        if replicas > remaining:
+            later = [each for each in _pods(name, replicas)[remaining + 1 :] if self._up(each)]
+            if later:
                 raise ReplicasNotChanged(
-                    f"a StatefulSet removes its last pod, and {instance} is not: {behind[-1]} is behind it"
+                    f"a StatefulSet removes its last pod, and {instance} is not: {later[-1]} is behind it"
                 )
             workers = [each for each in self._cluster.up() if each.ready and each.role.endswith("_worker")]
             if not any(each.instance != instance for each in workers):
                 raise ReplicasNotChanged(f"{instance} is the only worker")
-            await self._write(name, replicas, left)
-        await self._until_gone(instance, name)
+            await self._write(name, replicas, remaining)
+        await self._until_removed(instance, name)
 
     # -- replicas --------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class KubernetesOrders:
             if hopeless or self._clock.now_s() >= deadline_s:
                 within = "does not get ready" if hopeless else f"was not ready within {self._start_s:g} s"
                 raise ReplicasNotChanged(f"{instance} {within}: {trouble}")
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._poll_s)
 
     async def _problem(self, instance: InstanceId) -> tuple[str, bool]:
         """Return what holds the pod up, and whether that is for good."""
@@ -196,17 +196,17 @@ class KubernetesOrders:
             return f"why, is not known: {error}", False
         return pod.problem, pod.crashes >= _CRASHES
 
-    async def _until_gone(self, instance: InstanceId, name: str) -> None:
+    async def _until_removed(self, instance: InstanceId, name: str) -> None:
         deadline_s = self._clock.now_s() + self._end_s
-        while self._up(instance) or await self._pod_is_there(instance):
+        while self._up(instance) or await self._pod_exists(instance):
             if self._clock.now_s() >= deadline_s:
                 replicas = (await self._read(name)).spec.replicas
                 raise ReplicasNotChanged(
                     f"{instance} was not gone within {self._end_s:g} s; {name} has {replicas} replicas"
                 )
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._poll_s)
 
-    async def _pod_is_there(self, instance: InstanceId) -> bool:
+    async def _pod_exists(self, instance: InstanceId) -> bool:
         """Return whether the pod exists and so holds its GPU. Where pods may not be read, heartbeats alone count."""
         try:
             await self._api.pod(instance)

@@ -13,7 +13,7 @@ from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, s
 from cohort.common.planning.shape import Kind
 from cohort.common.types import InstanceId
 
-_BESIDE_S = 60.0
+_OVERHEAD_S = 60.0
 """The longest that an order takes beside the start or the drain of its worker, by force at the end."""
 
 
@@ -24,7 +24,7 @@ class OrderFailed(CohortError):
 class LauncherOrders:
     def __init__(self, run_dir: Path, config: Config) -> None:
         """Raise `ConfigError` if no launcher takes orders: where processes are started by hand."""
-        self._longest_s = config.planner.start_timeout_s + config.drain_s + _BESIDE_S
+        self._longest_s = config.planner.start_timeout_s + config.drain_s + _OVERHEAD_S
         self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
         try:
             found = self._socket.is_socket()

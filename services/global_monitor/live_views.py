@@ -32,7 +32,7 @@ MOST_WORKERS = 32
 RATE_WINDOW_S = 5.0
 _ALL_CELLS = 8192
 _LEAST_CELLS = 256
-_KEPT_S = 4.0
+_STALE_S = 4.0
 """A view older than this is of a process that does not answer, and is not shown."""
 
 RATED = (
@@ -97,8 +97,8 @@ class Meter:
 
     def keep(self, instances: Iterable[InstanceId]) -> None:
         """Forget all others."""
-        there = set(instances)
-        self._seen = {name: seen for name, seen in self._seen.items() if name in there}
+        present = set(instances)
+        self._seen = {name: seen for name, seen in self._seen.items() if name in present}
 
 
 class LiveViews:
@@ -116,7 +116,7 @@ class LiveViews:
 
     @asynccontextmanager
     async def watching(self, request_id: RequestId) -> AsyncIterator[Viewer]:
-        """Register a viewer, whose `news` is set after each round of views. Raises `TooManyViewers`."""
+        """Register a viewer, whose `updated` is set after each round of views. Raises `TooManyViewers`."""
         if len(self._viewers) >= MOST_VIEWERS:
             raise TooManyViewers
         viewer = Viewer(request_id[:MOST_ID])
@@ -167,17 +167,17 @@ class LiveViews:
         """Return the views of this kind, by instance."""
         now_s, up = self._now_s(), {process.instance for process in self._cluster.up()}
         return [
-            Aged(now_s - heard_s, view)
-            for name, (heard_s, view) in sorted(self._views.items())
-            if name in up and now_s - heard_s <= _KEPT_S and isinstance(view, kind)
+            Aged(now_s - received_s, view)
+            for name, (received_s, view) in sorted(self._views.items())
+            if name in up and now_s - received_s <= _STALE_S and isinstance(view, kind)
         ]
 
     def _request_views(self) -> None:
-        asked = [process for process in self._cluster.up() if process.role in ("gateway", "bucketing_manager")]
+        services = [process for process in self._cluster.up() if process.role in ("gateway", "bucketing_manager")]
         workers = sorted((p for p in self._cluster.up() if p.role.endswith("_worker")), key=lambda p: p.instance)
         cells = max(_LEAST_CELLS, _ALL_CELLS // max(1, len(workers)))
         chosen = list(dict.fromkeys(viewer.request_id for viewer in self._viewers if viewer.request_id))[:MOST_CHOSEN]
-        for process in (*asked, *workers[:MOST_WORKERS]):
+        for process in (*services, *workers[:MOST_WORKERS]):
             self._send(process.instance, Look(cells, chosen if process.role == "gateway" else []))
 
 

@@ -48,7 +48,7 @@ from cohort.common.types import InstanceId, Role, StepTimes
 from cohort.services.global_monitor.aggregate import Cluster, Process
 
 TICK_S = 1.0
-_GONE_S = 30.0
+_REMOVAL_S = 30.0
 """Longest time after a drain until a worker's heartbeats stop."""
 
 _SIMULATION = "cohort.services.simulator.advise.foresee"
@@ -178,18 +178,18 @@ class Planner:
     async def _drain(self, kinds: Iterable[Kind]) -> None:
         assert self._orders is not None
         for kind in kinds:
-            there = [name for name, its in _kinds(self._config, self._cluster).items() if its == kind]
-            if not there:
+            candidates = [name for name, its in _kinds(self._config, self._cluster).items() if its == kind]
+            if not candidates:
                 raise CohortError(f"no {kind[0].value} worker to drain")
-            name = max(there, key=_index)
+            name = max(candidates, key=_index)
             self._log.info("planner_drains", worker=name)
             await self._orders.drain(name)
-            await self._until(lambda gone=name: gone not in _kinds(self._config, self._cluster))  # type: ignore[misc]
+            await self._until(lambda name=name: name not in _kinds(self._config, self._cluster))  # type: ignore[misc]
 
-    async def _until(self, there: Callable[[], bool]) -> None:
+    async def _until(self, shown: Callable[[], bool]) -> None:
         """Wait until heartbeats show it. If they do not, the machine compares what is there with its plan later."""
-        deadline_s = self._clock.now_s() + _GONE_S
-        while not there() and self._clock.now_s() < deadline_s:  # noqa: ASYNC110
+        deadline_s = self._clock.now_s() + _REMOVAL_S
+        while not shown() and self._clock.now_s() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
     def _log_decision(self, decision: PlanDecision) -> None:
@@ -234,9 +234,9 @@ def _kinds(config: Config, cluster: Cluster) -> dict[InstanceId, Kind]:
 
 def _role(process: Process) -> Role | None:
     """Return the role in which a worker's name begins, or else, as in a container, that of its service."""
-    for word in (process.instance.partition("-")[0], process.role.removesuffix("_worker")):
-        if word in list(Role):
-            return Role(word)
+    for name in (process.instance.partition("-")[0], process.role.removesuffix("_worker")):
+        if name in list(Role):
+            return Role(name)
     return None
 
 

@@ -55,7 +55,7 @@ class GlobalMonitor:
         self._instance = instance
         self._incarnation = incarnation
         self._started_s = clock.now_s()
-        self.looking = LiveViews(self.cluster, clock.now_s, self._ask)
+        self.looking = LiveViews(self.cluster, clock.now_s, self._send)
         self._managers = tuple(manager_endpoints)
         for manager, endpoint in manager_endpoints.items():
             bus.connect(manager, endpoint)
@@ -97,7 +97,7 @@ class GlobalMonitor:
         self._report(self.cluster.tick(now_s))
         stats = self.cluster.stats_for_manager()
         for manager in self._managers:
-            self._ask(manager, stats)  # one that is away: the next will be fresher anyway
+            self._send(manager, stats)  # one that is away: the next will be fresher anyway
 
     def read_state(self, history_s: float) -> ClusterState:
         now_s = self._clock.now_s()
@@ -115,7 +115,7 @@ class GlobalMonitor:
         """Return the live page's state, with the life of this request; "": of none."""
         return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id, self._clock.now_s())
 
-    def _ask(self, peer: InstanceId, message: Message) -> None:
+    def _send(self, peer: InstanceId, message: Message) -> None:
         with contextlib.suppress(PeerUnreachable):  # it will be seen to be down
             self._bus.send(peer, message)
 

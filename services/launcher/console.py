@@ -137,13 +137,13 @@ class Console:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        elsewhere = any(line.node for line in self._lines.values())
-        for heading in ("process", "state", *(("node",) if elsewhere else ()), "pid", "port", "log"):
+        on_nodes = any(line.node for line in self._lines.values())
+        for heading in ("process", "state", *(("node",) if on_nodes else ()), "pid", "port", "log"):
             table.add_column(heading, justify="right" if heading in ("pid", "port") else "left")
         for line in self._lines.values():
             colour = _COLOUR.get(line.state, "yellow")
             state = f"[{colour}]{line.state}[/{colour}]" + (f" {escape(line.note)}" if line.note else "")
-            place = (escape(line.node),) if elsewhere else ()
+            place = (escape(line.node),) if on_nodes else ()
             table.add_row(line.instance, state, *place, str(line.pid or ""), str(line.port), escape(_short(line.log)))
         return table
 

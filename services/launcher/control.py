@@ -157,18 +157,18 @@ def _no_restart(state: LauncherState, instances: Sequence[str]) -> str:
 
 def _follow_restart(files: RunFiles, before: LauncherState) -> int:
     """Print each process when it is ready again."""
-    said, began_s = 0, time.monotonic()
+    printed, began_s = 0, time.monotonic()
     while before.launcher.alive:
         time.sleep(_RESTART_POLL_S)
         state = files.state()
         if state is None or state.restart.number == before.restart.number:
             continue
         now = state.restart
-        for name in now.done[said:]:
+        for name in now.done[printed:]:
             sys.stdout.write(f"{name} is ready again after {time.monotonic() - began_s:.1f} s\n")
             sys.stdout.flush()
             began_s = time.monotonic()
-        said = len(now.done)
+        printed = len(now.done)
         if now.failure:
             sys.stderr.write(f"stopped: {now.failure}; as before: {', '.join(now.left[1:]) or 'none'}\n")
             return 1

@@ -36,7 +36,7 @@ class Here:
         self._held: dict[str, list[socket.socket]] = {}
         """Sockets that a process serves and the launcher keeps, so that connections wait while the process is away."""
 
-    def ask_for(self, processes: Sequence[Supervised]) -> None:
+    def request_places(self, processes: Sequence[Supervised]) -> None:
         """Prepare a template to fork the workers from, if many begin together."""
         workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
         if len(workers) >= FROM:

@@ -1,7 +1,7 @@
 """Where the processes of a pipeline run: what the supervisor asks of a back end, and what both see of them.
 
-    Supervisor ── ask_for, begin, release ──▶ Hosts ─┬─ Here     children of this process      (here.py)
-         └──────▶ Pipeline ◀─────────────────────────┴─ Actors   agents on a cluster's nodes   (on_ray/actors.py)
+    Supervisor ── request_places, begin, release ──▶ Hosts ─┬─ Here     children of this process      (here.py)
+         └──────▶ Pipeline ◀────────────────────────────────┴─ Actors   agents on a cluster's nodes   (on_ray/actors.py)
 
 Decides nothing.
 """
@@ -30,7 +30,7 @@ class HostLost(CohortError):
         self.waits = waits
 
 
-class NotBegun(CohortError):
+class NotStarted(CohortError):
     """A process cannot be begun, and another try would end the same."""
 
 
@@ -44,7 +44,7 @@ class Life(Protocol):
     def running(self) -> bool: ...
 
     async def wait(self) -> int:
-        """Return the exit code, negative for a signal. Raises `HostLost`, `NotBegun` if its host is gone."""
+        """Return the exit code, negative for a signal. Raises `HostLost`, `NotStarted` if its host is gone."""
 
     def terminate(self) -> None: ...
 
@@ -96,11 +96,11 @@ class Hosts(Protocol):
     no_restart: str
     """Reason why there is no rolling restart; "" if there is one."""
 
-    def ask_for(self, processes: Sequence[Supervised]) -> None:
+    def request_places(self, processes: Sequence[Supervised]) -> None:
         """Request places for all these processes at once. Raises `CohortError` if one cannot be had."""
 
     async def begin(self, process: Supervised) -> Life:
-        """Begin one life of the process. Raises `HostLost`, `NotBegun`."""
+        """Begin one life of the process. Raises `HostLost`, `NotStarted`."""
 
     def renew(self) -> None:
         """Run whatever begins from now on from the files as they are now."""

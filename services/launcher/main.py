@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cohort.services.launcher.on_ray.cluster import Cluster
 
 EXIT_WRONG = 2
-_HERE = (GATEWAY, MONITOR)
+_LOCAL = (GATEWAY, MONITOR)
 """Processes that listen on this machine wherever the others are."""
 MODEL_TIMEOUT_S = 3600.0
 
@@ -112,7 +112,7 @@ def _serve_on_ray(
         return _detach(options, arguments, RunFiles(paths.run_dir(port)), [], 0 if config.gateway.port else port)
     cluster = ray_cluster.join(address)
     try:
-        machine = ray_cluster.machine_of(cluster.look())
+        machine = ray_cluster.machine_of(cluster.survey())
         config = load_config(options.config, preset=options.preset, overrides=overrides, machine=lambda: machine)
         return _serve_joined(options, cluster, config, workers_given=workers_given)
     finally:
@@ -134,7 +134,7 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     files = RunFiles(paths.run_dir(config.gateway.port))
     plans = [placement.plan for placement in settled.placements]
     with files.claim():
-        preflight.check_ports(each for each in plans if not each.passes_metrics_port and each.instance in _HERE)
+        preflight.check_ports(each for each in plans if not each.passes_metrics_port and each.instance in _LOCAL)
         files.write_config(dump_config(config))
         return asyncio.run(_supervise(config, plans, files, settled.hosts, options.notify_fd, settled.box))
 
@@ -180,7 +180,7 @@ async def _supervise(
     base = http_base(config.gateway.host, config.gateway.port, api_scheme(config))
     starter = _Starter(notify_fd)
     lines = [Line(process.instance, process.port, files.log_file(process.instance)) for process in plans]
-    console = Console(lines, listener=starter.say)
+    console = Console(lines, listener=starter.send)
     own_mark = ProcessMark.of(os.getpid())
     if own_mark is None:
         raise RunFilesError("/proc is not readable; the launcher needs it to tell processes apart")
@@ -208,7 +208,7 @@ async def _supervise(
     hosts = hosts_of(pipeline)
     supervisor = Supervisor(pipeline, hosts, plans)
     acts = config.planner.mode == "act"  # then the monitor refuses to plan where there is nothing to order from
-    desk = WorkerOrders(config, supervisor, hosts).listening(files.folder) if acts else contextlib.nullcontext()
+    orders = WorkerOrders(config, supervisor, hosts).listening(files.folder) if acts else contextlib.nullcontext()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop)
@@ -218,7 +218,7 @@ async def _supervise(
         console.print_line(box)
     console.start()
     try:
-        async with desk:
+        async with orders:
             return await supervisor.run(ready)
     finally:
         console.freeze()
@@ -279,13 +279,13 @@ class _Starter:
         if descriptor >= 0:
             os.set_blocking(descriptor, False)
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._descriptor, f"{text}\n".encode())
 
     def ready(self) -> None:
-        self.say(control.READY)
+        self.send(control.READY)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

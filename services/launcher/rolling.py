@@ -37,8 +37,8 @@ class RollingRestart:
         ordered = [
             process.plan.instance for stage in _ORDER for process in self._processes if process.plan.stage is stage
         ]
-        left = [name for name in ordered if not instances or name in instances]
-        self.state = RestartState(self.state.number + 1, [], left)
+        remaining = [name for name in ordered if not instances or name in instances]
+        self.state = RestartState(self.state.number + 1, [], remaining)
         self._requested.set()
         self._on_change()
 
@@ -54,12 +54,12 @@ class RollingRestart:
         while self.state.running and not self._stopping.is_set():
             name = self.state.left[0]
             failure = await self._restart(by_name[name])
-            done, left = self.state.done, self.state.left
+            done, remaining = self.state.done, self.state.left
             if failure:
                 self._console.print_line(f"the rolling restart has stopped: {failure}", style="red")
-                self.state = RestartState(self.state.number, done, left, failure)
+                self.state = RestartState(self.state.number, done, remaining, failure)
             else:
-                self.state = RestartState(self.state.number, [*done, name], left[1:])
+                self.state = RestartState(self.state.number, [*done, name], remaining[1:])
             self._on_change()
 
     async def _restart(self, process: Supervised) -> str:

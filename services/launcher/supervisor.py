@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from cohort.common.errors import CohortError
 from cohort.services.launcher.console import Line, LogFollower, State, readable_warning
-from cohort.services.launcher.hosts import HostLost, Hosts, NotBegun, Pipeline, Supervised
+from cohort.services.launcher.hosts import HostLost, Hosts, NotStarted, Pipeline, Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.probe import answers_ok
 from cohort.services.launcher.processes.restart_policy import GiveUp, RestartPolicy, exit_reason
@@ -97,7 +97,7 @@ class Supervisor:
         try:
             for process in self._processes:
                 self._files.start_log(process.plan.instance)
-            self._hosts.ask_for(self._processes)
+            self._hosts.request_places(self._processes)
             async with asyncio.TaskGroup() as self._tasks:
                 for process in self._processes:
                     process.task = self._tasks.create_task(self._guarded(self._supervise(process)))
@@ -138,7 +138,7 @@ class Supervisor:
         self._console.add(Line(plan.instance, plan.port, self._files.log_file(plan.instance)))
         self._files.start_log(plan.instance)
         try:
-            self._hosts.ask_for([process])
+            self._hosts.request_places([process])
         except CohortError:
             self._forget(process)
             raise
@@ -159,7 +159,7 @@ class Supervisor:
         if process is None:
             raise RunFilesError(f"no process named {instance}")
         process.leaving.set()
-        self._ask_to_end(process)
+        self._terminate(process)
         await wait_any((process.done, self._kill_now), process.plan.stop_timeout_s)
         if not process.done.is_set():
             self._kill(process)
@@ -200,11 +200,11 @@ class Supervisor:
         try:
             process.child = await self._hosts.begin(process)
             code = await self._until_ended(process)
-        except (HostLost, NotBegun) as lost:
+        except (HostLost, NotStarted) as lost:
             if self._ends(process):
                 self._console.update(name, State.STOPPED, note="lost")
                 return None
-            if isinstance(lost, NotBegun):
+            if isinstance(lost, NotStarted):
                 self._give_up(process, str(lost))
                 return None
             process.policy = RestartPolicy()  # where it begins again it has proven nothing
@@ -237,7 +237,7 @@ class Supervisor:
         self._console.update(process.plan.instance, State.STARTING, pid=child.pid, node=process.node, port=port)
         self._on_change()
         if process.leaving.is_set():  # since it was being begun
-            self._ask_to_end(process)
+            self._terminate(process)
         probe = asyncio.create_task(self._until_ready(process))
         try:
             return await child.wait()
@@ -278,8 +278,8 @@ class Supervisor:
         self._console.print_line(f"{self.failure}; the end of {self._files.log_file(instance)}:", style="red")
         for line in self._files.log_tail(instance, TAIL_LINES):
             self._console.print_line(f"  {line}")
-            if (said := readable_warning(line)).startswith(("error: ", "critical: ")):
-                self._cause = f"{instance}: {said.partition(': ')[2]}"
+            if (text := readable_warning(line)).startswith(("error: ", "critical: ")):
+                self._cause = f"{instance}: {text.partition(': ')[2]}"
 
     async def _announce(self, on_ready: Callable[[], None]) -> None:
         while not self._stopping.is_set() and (late := [each for each in self._processes if not each.ready.is_set()]):
@@ -316,7 +316,7 @@ class Supervisor:
         for process in group:
             if not process.leaving.is_set():  # a second SIGTERM would end it at once
                 process.leaving.set()
-                self._ask_to_end(process)
+                self._terminate(process)
         if group:
             drain_s = max(process.plan.stop_timeout_s for process in group)
             await _until_done(group, FAILED_STOP_TIMEOUT_S if self.failure else drain_s, self._kill_now)
@@ -325,7 +325,7 @@ class Supervisor:
             self._kill(process)
         await _until_done(late, KILL_TIMEOUT_S)
 
-    def _ask_to_end(self, process: Supervised) -> None:
+    def _terminate(self, process: Supervised) -> None:
         if process.child is not None and process.child.running:
             self._console.update(process.plan.instance, State.STOPPING)
             process.child.terminate()

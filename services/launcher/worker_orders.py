@@ -120,8 +120,8 @@ def without_worker(config: Config, instance: InstanceId) -> Config:
         raise RunFilesError(f"{instance} is the only worker")
     groups = list(config.workers)
     index = max(at for at, group in enumerate(groups) if group.role is role)
-    left = max(1, groups[index].count) - 1
-    groups[index : index + 1] = [msgspec.structs.replace(groups[index], count=left)] if left else []
+    remaining = max(1, groups[index].count) - 1
+    groups[index : index + 1] = [msgspec.structs.replace(groups[index], count=remaining)] if remaining else []
     return msgspec.structs.replace(config, workers=tuple(groups))
 
 

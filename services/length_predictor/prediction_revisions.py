@@ -41,19 +41,19 @@ class PredictionRevisions:
         self._path = path
         self._log = log
         self._send = send
-        self._asked: OrderedDict[RequestId, _InFlight] = OrderedDict()
+        self._in_flight: OrderedDict[RequestId, _InFlight] = OrderedDict()
         self._saved = 0
 
     def on_predicted(self, request_id: RequestId, prediction: Prediction, max_tokens: int) -> None:
         """Record the first prediction."""
-        self._asked[request_id] = _InFlight(math.log(max(1.0, prediction.mean)), max_tokens)
-        if len(self._asked) > _IN_FLIGHT:
-            self._asked.popitem(last=False)
+        self._in_flight[request_id] = _InFlight(math.log(max(1.0, prediction.mean)), max_tokens)
+        if len(self._in_flight) > _IN_FLIGHT:
+            self._in_flight.popitem(last=False)
 
     def on_prompt_state(self, message: PromptState) -> None:
         """E4 · Send a revised prediction once the prompt is computed, if revisions are known to be better."""
-        asked = self._asked.get(message.attempt.request_id)
-        if asked is None or len(message.hidden) % 2:
+        request = self._in_flight.get(message.attempt.request_id)
+        if request is None or len(message.hidden) % 2:
             return  # another choice of the same prompt, or asked before this process started
         state = np.frombuffer(message.hidden, dtype="<f2").astype(np.float64)
         if not len(state) or not np.isfinite(state).all():
@@ -61,9 +61,9 @@ class PredictionRevisions:
         if self.refiner is None or self.refiner.hidden_size != len(state):
             self.refiner = Refiner.load(self._path, len(state))
             self._saved = self.refiner.learned
-        asked.state = state
+        request.state = state
         if self.refiner.better:
-            refined = to_prediction(self.refiner.predict_log(asked.log_mean, state), asked.max_tokens)
+            refined = to_prediction(self.refiner.predict_log(request.log_mean, state), request.max_tokens)
             self.revisions += 1
             self._send(
                 RevisePrediction(
@@ -74,9 +74,9 @@ class PredictionRevisions:
 
     def finished(self, request_id: RequestId, output_tokens: int, truncated: bool) -> None:
         """Learn from the true length."""
-        asked = self._asked.pop(request_id, None)
-        if asked is not None and asked.state is not None and self.refiner is not None and output_tokens > 0:
-            self.refiner.learn(asked.log_mean, asked.state, output_tokens, asked.max_tokens, truncated)
+        request = self._in_flight.pop(request_id, None)
+        if request is not None and request.state is not None and self.refiner is not None and output_tokens > 0:
+            self.refiner.learn(request.log_mean, request.state, output_tokens, request.max_tokens, truncated)
 
     async def save_periodically(self, every_s: float) -> None:
         """Save what was learned now and then, and once more when cancelled."""

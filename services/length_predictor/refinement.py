@@ -40,16 +40,16 @@ class Refiner:
 
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size = hidden_size
-        self._kept = min(hidden_size, _LARGEST_PROJECTION)
+        self._projected = min(hidden_size, _LARGEST_PROJECTION)
         # A random projection keeps distances (Johnson and Lindenstrauss); the same for every start.
         self._projection: Floats | None = None
-        if self._kept < hidden_size:
-            drawn = np.random.default_rng(hidden_size).normal(size=(hidden_size, self._kept))
-            self._projection = drawn / math.sqrt(self._kept) * math.sqrt(self._kept / hidden_size)
-        size = self._kept + 2
+        if self._projected < hidden_size:
+            drawn = np.random.default_rng(hidden_size).normal(size=(hidden_size, self._projected))
+            self._projection = drawn / math.sqrt(self._projected) * math.sqrt(self._projected / hidden_size)
+        size = self._projected + 2
         self._weights = np.zeros(size)
         self._weights[1] = 1.0  # at first the base prediction itself
-        self._covariance = np.diag(np.array([0.1, 0.05] + [_EXPLAINED / self._kept] * self._kept))
+        self._covariance = np.diag(np.array([0.1, 0.05] + [_EXPLAINED / self._projected] * self._projected))
         self._trace = float(np.trace(self._covariance))
         self._calibration = OnlineCalibration()
         self.learned = 0

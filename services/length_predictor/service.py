@@ -123,11 +123,11 @@ class LengthPredictor:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 
     def _answer(self, message: PredictLength) -> Predicted:
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         answer = Predicted(message.request_id, self.predict(message.facts))
         if self.tracing is not None and (parent := parse(message.traceparent)) is not None:
             source, mean = answer.prediction.source, answer.prediction.mean
-            self.tracing.span("predict length", begun_s, time.monotonic(), parent, source=source, mean_tokens=mean)
+            self.tracing.span("predict length", started_s, time.monotonic(), parent, source=source, mean_tokens=mean)
         return answer
 
     def predict(self, facts: LengthFacts) -> Prediction:

@@ -106,16 +106,16 @@ class Trainer:
 def run(trainer: Trainer, incoming: BinaryIO, outgoing: BinaryIO) -> None:
     """Serve until `incoming` ends."""
 
-    def say(message: training_wire.FromChild) -> None:
+    def send(message: training_wire.FromChild) -> None:
         outgoing.write(training_wire.frame(message))
         outgoing.flush()
 
     try:
         trainer.load()
     except state.StateUnreadable as error:
-        say(training_wire.Trouble("predictor_state_unreadable", str(error)))
+        send(training_wire.Trouble("predictor_state_unreadable", str(error)))
     model = trainer.model
-    say(training_wire.Loaded(len(trainer.buffer), state.pack(model.to_arrays()) if model else b""))
+    send(training_wire.Loaded(len(trainer.buffer), state.pack(model.to_arrays()) if model else b""))
 
     rows: queue.Queue[Observation | None] = queue.Queue(_QUEUED_ROWS)
     threading.Thread(target=_read_all, args=(incoming, rows), name="reader", daemon=True).start()
@@ -131,15 +131,15 @@ def run(trainer: Trainer, incoming: BinaryIO, outgoing: BinaryIO) -> None:
         if reading and trainer.training_due(now_s):
             try:
                 model, took_s = trainer.train(now_s)
-                say(training_wire.Learned(len(trainer.buffer), state.pack(model.to_arrays()), took_s))
+                send(training_wire.Learned(len(trainer.buffer), state.pack(model.to_arrays()), took_s))
             except (ValueError, ArithmeticError, MemoryError, ImportError) as error:
-                say(training_wire.Trouble("predictor_training_failed", f"{type(error).__name__}: {error}"))
+                send(training_wire.Trouble("predictor_training_failed", f"{type(error).__name__}: {error}"))
         if trainer.save_due(now_s) or not reading:
             try:
                 trainer.save(now_s)
             except OSError as error:
                 with contextlib.suppress(BrokenPipeError):
-                    say(training_wire.Trouble("predictor_state_not_saved", str(error)))
+                    send(training_wire.Trouble("predictor_state_not_saved", str(error)))
 
 
 def _read_all(incoming: BinaryIO, rows: queue.Queue[Observation | None]) -> None:
@@ -157,9 +157,9 @@ def end_with_parent(fd: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def watch() -> None:
-        gone = select.poll()
-        gone.register(fd, 0)  # a hang-up is always reported, also behind bytes that nobody has read
-        gone.poll()
+        hang_up = select.poll()
+        hang_up.register(fd, 0)  # a hang-up is always reported, also behind bytes that nobody has read
+        hang_up.poll()
         signal.alarm(training_wire.SAVE_DEADLINE_S)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -101,30 +101,30 @@ def certificate(config: Config, now_s: float | None = None) -> Finding:
         files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key)
         if files is None:
             return skipped(name, "the gateway serves http")
-        left_s = load(files).expires_s - (time.time() if now_s is None else now_s)
+        remaining_s = load(files).expires_s - (time.time() if now_s is None else now_s)
     except ConfigError as error:
         return problem(name, str(error), "name the two files that belong together: --tls-cert, --tls-key")
     renew = "renew it; the gateway reads the files again when they change"
-    if left_s <= 0:
+    if remaining_s <= 0:
         return problem(name, "it has expired, or its end cannot be told", renew)
-    says = f"valid for {left_s / 86_400:.0f} days"
-    return warning(name, says, renew) if left_s < CERTIFICATE_DAYS * 86_400 else fine(name, says)
+    says = f"valid for {remaining_s / 86_400:.0f} days"
+    return warning(name, says, renew) if remaining_s < CERTIFICATE_DAYS * 86_400 else fine(name, says)
 
 
 def ucx(
     config: Config,
     moves_kv: bool,
     has: HasModule = installed,
-    here: Callable[[UcxChoice], list[str]] = ucx_devices.resources_of,
+    usable: Callable[[UcxChoice], list[str]] = ucx_devices.resources_of,
 ) -> Finding:
-    """Check UCX, the fast link for KV; without it ZeroMQ carries it. `here`: what UCX may use, as `local_resources`."""
+    """Check UCX, the fast link for KV; without it ZeroMQ carries it. `usable`: what UCX may use, as `local_resources`."""
     name = "UCX"
     if not moves_kv or "ucx" not in config.transfer.links:
         return skipped(name, "not used by this configuration")
     if has("ucxx"):
         chosen = UcxChoice(config.transfer.ucx.tls, config.transfer.ucx.net_devices)
         try:
-            return fine(name, f"may use {', '.join(here(chosen))}")
+            return fine(name, f"may use {', '.join(usable(chosen))}")
         except ConfigError as error:
             return problem(name, str(error), "name what is there, or nothing: UCX then chooses (docs/guide/links.md)")
         except TransferError as error:

@@ -51,10 +51,10 @@ def disk(
     """Check the disks of `folders`, by use. A folder that does not exist yet is judged by where it would be made."""
     least: tuple[int, str] | None = None
     for what, folder in folders.items():
-        there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
-        free = usage(there).free
+        existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+        free = usage(existing).free
         if least is None or free < least[0]:
-            least = (free, f"{size(free)} free in {there} ({what})")
+            least = (free, f"{size(free)} free in {existing} ({what})")
     if least is None:
         return skipped("disk space", "nothing is kept")
     free, says = least
@@ -207,7 +207,7 @@ def slowed_gpus(rows: Iterable[str]) -> dict[str, str]:
             bits = int(mask.strip(), 16)
         except ValueError:
             continue
-        if reasons := [words for bit, words in _SLOWED.items() if bits & bit]:
+        if reasons := [reason for bit, reason in _SLOWED.items() if bits & bit]:
             found[f"GPU {index} ({gpu.strip()})"] = ", ".join(reasons)
     return found
 

@@ -31,7 +31,7 @@ def answering(reading: Reading) -> Finding:
             says,
             "its log says why: cohort serve --status names the files; on a host that is gone, start it elsewhere",
         )
-    silent = {instance: word.error for instance, word in reading.replies.items() if word.error}
+    silent = {instance: reply.error for instance, reply in reading.replies.items() if reply.error}
     if silent:
         says = "; ".join(f"{instance} does not answer: {why}" for instance, why in silent.items())
         return problem(name, says, "it hangs, or a network lies between: its log, and cohort log-level debug")
@@ -56,9 +56,9 @@ def versions(reading: Reading, own: str = __version__) -> Finding:
     """Check that all processes have one version, as their messages do."""
     name = "versions"
     found: dict[str, list[str]] = {}
-    for instance, word in reading.replies.items():
-        if word.version:
-            found.setdefault(word.version, []).append(instance)
+    for instance, reply in reading.replies.items():
+        if reply.version:
+            found.setdefault(reply.version, []).append(instance)
     if len(found) > 1:
         says = "; ".join(f"{version}: {', '.join(names)}" for version, names in sorted(found.items()))
         return problem(name, says, "start the older ones again with the same installation")
@@ -204,7 +204,7 @@ def kv_links(reading: Reading) -> Finding:
     if not rates and not paths:
         return fine(name, "no KV was moved")
 
-    def words(key: tuple[str, str, str]) -> str:
+    def described(key: tuple[str, str, str]) -> str:
         sender, peer, link = key
         rate = f", {rates[key] / 1e6:.0f} MB/s" if key in rates else ""
         return f"{sender} to {peer}: {link} over {paths.get(key, 'an unknown path')}{rate}"
@@ -212,12 +212,12 @@ def kv_links(reading: Reading) -> Finding:
     slow = [key for key, rate in rates.items() if rate < SLOW_LINK * max(rates.values())]
     if slow:
         cure = "name the fast network: transfer.ucx.net_devices (docs/guide/links.md); requests go around it meanwhile"
-        return warning(name, "; ".join(map(words, sorted(slow))), cure)
-    return fine(name, "; ".join(map(words, sorted(rates.keys() | paths.keys()))))
+        return warning(name, "; ".join(map(described, sorted(slow))), cure)
+    return fine(name, "; ".join(map(described, sorted(rates.keys() | paths.keys()))))
 
 
 def clocks(reading: Reading) -> Finding:
-    off = {name: word.ahead_s for name, word in reading.replies.items() if word.ahead_s}
+    off = {name: reply.ahead_s for name, reply in reading.replies.items() if reply.ahead_s}
     if off:
         says = ", ".join(
             f"{name} {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}" for name, ahead in off.items()
@@ -228,9 +228,9 @@ def clocks(reading: Reading) -> Finding:
 
 def own_warnings(reading: Reading) -> Finding:
     """Collect the processes' own warnings, as on the live page."""
-    said = [f"{process['instance']}: {words}" for process in reading.processes for words in process.get("warnings", ())]
-    if said:
-        return warning("warnings", "; ".join(said), "each names its own cure")
+    found = [f"{process['instance']}: {text}" for process in reading.processes for text in process.get("warnings", ())]
+    if found:
+        return warning("warnings", "; ".join(found), "each names its own cure")
     return fine("warnings", "none")
 
 

@@ -47,33 +47,33 @@ class Reading:
         if not isinstance(state, dict) or "processes" not in state:
             raise ValueError(f"{url} does not answer as a Cohort monitor does")
         metrics = Scraped.of(url)
-        asked = {
+        urls = {
             process["instance"]: process["metrics_url"].removesuffix("/metrics") or base
             for process in state["processes"]
             if process["status"] != "left"
         }
-        with ThreadPoolExecutor(max(1, min(32, len(asked)))) as threads:
-            words = dict(zip(asked, threads.map(_health_reply, asked.values()), strict=True))
-        return Reading(state, metrics, words)
+        with ThreadPoolExecutor(max(1, min(32, len(urls)))) as threads:
+            replies = dict(zip(urls, threads.map(_health_reply, urls.values()), strict=True))
+        return Reading(state, metrics, replies)
 
 
 def _health_reply(base: str) -> HealthReply:
     try:
         body, headers = get(f"{base}/health")
-        said = json.loads(body)
-        if "version" not in said:  # the gateway has a page for it
-            said = json.loads(get(f"{base}/version")[0])
+        data = json.loads(body)
+        if "version" not in data:  # the gateway has a page for it
+            data = json.loads(get(f"{base}/version")[0])
     except OSError as error:
         return HealthReply(error=unreachable(error))
     except ValueError as error:
         return HealthReply(error=f"no JSON: {error}")
-    return HealthReply(version=str(said.get("version", "")), ahead_s=_ahead(headers.get("Date", "")))
+    return HealthReply(version=str(data.get("version", "")), ahead_s=_ahead(headers.get("Date", "")))
 
 
 def _ahead(date: str) -> float:
     try:
-        told_s = parsedate_to_datetime(date).timestamp()
+        server_s = parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError):
         return 0.0
-    passed_s = told_s - time.time()
+    passed_s = server_s - time.time()
     return 0.0 if -2.0 <= passed_s <= 1.0 else passed_s  # whole seconds, some of them on the way

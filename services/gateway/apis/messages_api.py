@@ -108,21 +108,21 @@ class _Events:
     async def take(self, index: int, step: Step) -> list[bytes]:
         self._finish = step.finish or self._finish
         due = _framed(self._writer.take(step.piece))
-        return [*self._begun(), *due] if due else []
+        return [*self._opening(), *due] if due else []
 
     def quiet(self) -> list[bytes]:
-        return [*self._begun(), *_framed([Ping()])]
+        return [*self._opening(), *_framed([Ping()])]
 
     async def end(self) -> list[bytes]:
         answering = self._answering
         stop_string, usage = answering.choices[0].stop_string, answering.usage()
         end = self._writer.end(self._finish, stop_string, usage, answering.extras([0]))
-        return [*self._begun(), *_framed(end)]
+        return [*self._opening(), *_framed(end)]
 
     def failed(self, error: RequestError) -> list[bytes]:
         return [named("error", anthropic_error(renamed(error, NAMES)))]
 
-    def _begun(self) -> list[bytes]:
+    def _opening(self) -> list[bytes]:
         return [] if self._writer.started else _framed(self._writer.begin(self._answering.usage()))
 
 

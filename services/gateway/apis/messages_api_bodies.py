@@ -222,9 +222,9 @@ def _user(placed: Sequence[tuple[InputBlock, str]]) -> Iterator[dict[str, Any]]:
         for block, where in group:
             if block.tool_use_id is None:
                 raise RequestError(f"{where}.tool_use_id is missing.", param=f"{where}.tool_use_id")
-            said = _texts(block.content or "", f"{where}.content")
+            content = _texts(block.content or "", f"{where}.content")
             mark = ERROR_MARK if block.is_error else ""
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": mark + said}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": mark + content}
 
 
 def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
         calls.append(
             {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
         )
-    said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    return {**said, "tool_calls": calls} if calls else said
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _texts(content: str | list[InputBlock], where: str) -> str:

@@ -51,12 +51,12 @@ class OpenAiApi:
     async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
         """Answer a batch's line as if posted: best effort, after all online requests. Raises `RequestError`."""
         generator = self._generator
-        asked = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
-        if asked.call.stream:
+        request = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
+        if request.call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
-        answering = await generator.begin(dataclasses.replace(asked.call, online=False), len(data), caller)
+        answering = await generator.begin(dataclasses.replace(request.call, online=False), len(data), caller)
         try:
-            answer = await asked.whole(answering)
+            answer = await request.whole(answering)
         finally:
             generator.release(answering, "the batch gave it up")
         return LineAnswer(answer, answering.base_id, answering.usage())

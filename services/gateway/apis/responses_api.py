@@ -105,9 +105,9 @@ class ResponsesApi:
     chat = True
     id_headers: Sequence[str] = (REQUEST_ID_HEADER,)
 
-    def __init__(self, generator: Generator, kept: ResponseArchive) -> None:
+    def __init__(self, generator: Generator, archive: ResponseArchive) -> None:
         self._generator = generator
-        self.archive = kept
+        self.archive = archive
         self.quiet_s: float | None = QUIET_S
 
     def routes(self) -> list[web.RouteDef]:
@@ -161,21 +161,21 @@ class ResponsesApi:
         return dataclasses.replace(call, truncates=body.truncation == "auto")
 
     async def ended(
-        self, asked: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason
+        self, request: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
         """Return the whole response, kept by then if it asks to be."""
-        asked.completed_at = asked.completed_at or int(self._generator.host.clock.wall_s())
-        response = writer.response(finish, answering.usage(), asked.completed_at, answering.extras([0]))
-        if asked.stored is None:
-            if asked.storing is None:
-                asked.storing = asyncio.create_task(self._store(asked, response), name="keep a response")
-            asked.stored = await asyncio.shield(asked.storing)
-        return response if asked.stored else msgspec.structs.replace(response, store=False)
+        request.completed_at = request.completed_at or int(self._generator.host.clock.wall_s())
+        response = writer.response(finish, answering.usage(), request.completed_at, answering.extras([0]))
+        if request.stored is None:
+            if request.storing is None:
+                request.storing = asyncio.create_task(self._store(request, response), name="keep a response")
+            request.stored = await asyncio.shield(request.storing)
+        return response if request.stored else msgspec.structs.replace(response, store=False)
 
-    async def _store(self, asked: _ResponsesRequest, response: ResponseObject) -> bool:
+    async def _store(self, request: _ResponsesRequest, response: ResponseObject) -> bool:
         if not response.store:
             return False
-        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), asked.extra())
+        row = StoredResponse(response.id, request.owner, response.created_at, _encode(response), request.extra())
         try:
             if await self.archive.add(row):
                 return True
@@ -224,10 +224,10 @@ class _Events:
 
     at_once = True
 
-    def __init__(self, asked: _ResponsesRequest, answering: Answering) -> None:
-        self._asked = asked
+    def __init__(self, request: _ResponsesRequest, answering: Answering) -> None:
+        self._request = request
         self._answering = answering
-        self._writer = asked.events(answering)
+        self._writer = request.events(answering)
         self._finish = FinishReason.STOP
 
     def plain(self, index: int, text: str) -> bytes:
@@ -236,8 +236,8 @@ class _Events:
     async def take(self, index: int, step: Step) -> list[bytes]:
         writer, logprobs = self._writer, await _logprobs(self._answering, step)
         if step.finish is None:
-            begun = writer.begin() if step.piece.text or step.piece.calls else ()
-            return _framed([*begun, *writer.take(step.piece, logprobs)])
+            opening = writer.begin() if step.piece.text or step.piece.calls else ()
+            return _framed([*opening, *writer.take(step.piece, logprobs)])
         self._finish = step.finish
         return _framed([*writer.begin(), *writer.take(step.piece, logprobs), *writer.close(step.finish)])
 
@@ -246,7 +246,7 @@ class _Events:
 
     async def end(self) -> list[bytes]:
         """End the stream. The response is kept even if its client left: it may come back for it."""
-        response = await self._asked.api.ended(self._asked, self._answering, self._writer, self._finish)
+        response = await self._request.api.ended(self._request, self._answering, self._writer, self._finish)
         return _framed([self._writer.final(response)])
 
     def failed(self, error: RequestError) -> list[bytes]:

@@ -40,7 +40,7 @@ NAMES = (
 )
 """Patterns for `error_shapes.renamed`."""
 LOGPROBS = "message.output_text.logprobs"
-_NOTHING_THERE = ("reasoning.encrypted_content",)
+_NEVER_PRESENT = ("reasoning.encrypted_content",)
 """Parts that may be requested, of items that no answer here has."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -201,7 +201,7 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
         if getattr(body, name):
             raise _refused(name, "not supported")
     for index, part in enumerate(body.include or ()):
-        if part != LOGPROBS and part not in _NOTHING_THERE:
+        if part != LOGPROBS and part not in _NEVER_PRESENT:
             raise _refused(f"include[{index}]", f"{printable(part)!r} is in no answer here")
 
 
@@ -246,7 +246,7 @@ def _message(item: InputItem, where: str) -> InputItem:
             raise RequestError(f"{where}.{name} is missing.", param=f"{where}.{name}")
     content = item.content if item.content is not None else ""
     parts = [ContentPart(type="input_text", text=content)] if isinstance(content, str) else content
-    said = item.role == "assistant"
+    is_output = item.role == "assistant"
     return InputItem(
         type="message",
         id=item.id or _new_id("msg"),
@@ -254,9 +254,9 @@ def _message(item: InputItem, where: str) -> InputItem:
         status="completed",
         content=[
             ContentPart(
-                type="output_text" if said else "input_text",
+                type="output_text" if is_output else "input_text",
                 text=_part(part, f"{where}.content[{number}]"),
-                annotations=[] if said else None,
+                annotations=[] if is_output else None,
             )
             for number, part in enumerate(parts)
         ],
@@ -303,8 +303,8 @@ def _turn(items: Iterable[InputItem]) -> dict[str, Any]:
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif text := _text(item.content or "", "input"):
             texts.append(text)
-    said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    return {**said, "tool_calls": calls} if calls else said
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _tool(index: int, tool: ResponsesTool) -> Tool:

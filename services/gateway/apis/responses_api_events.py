@@ -220,7 +220,7 @@ class _Message:
     def item(self) -> Item:
         return OutputMessage(self.id, self.status, "assistant", [self.part()])
 
-    def begun(self) -> Item:
+    def opening(self) -> Item:
         return OutputMessage(self.id, self.status, "assistant", [])
 
 
@@ -235,15 +235,15 @@ class _Call:
     def item(self) -> Item:
         return OutputCall(self.id, self.call_id, self.name, "".join(self.arguments), self.status)
 
-    def begun(self) -> Item:
+    def opening(self) -> Item:
         return OutputCall(self.id, self.call_id, self.name, "", self.status)
 
 
 class ResponseWriter:
     """Writer of one answer: `begin`, `take` for every piece, `close`, then `final` or `failed`, sent in order."""
 
-    def __init__(self, asked: ResponseObject) -> None:
-        self.pending = asked
+    def __init__(self, pending: ResponseObject) -> None:
+        self.pending = pending
         self._items: list[_Message | _Call] = []
         self._sequence = 0
         self.started = False
@@ -342,7 +342,7 @@ class ResponseWriter:
         if self._items:
             yield from self._end_item("completed")
         self._items.append(item)
-        yield ItemEvent("response.output_item.added", self._next(), self._index, item.begun())
+        yield ItemEvent("response.output_item.added", self._next(), self._index, item.opening())
         if isinstance(item, _Message):
             kind = "response.content_part.added"
             yield PartEvent(kind, self._next(), item.id, self._index, 0, OutputText("", [], _raw(b"")))

@@ -17,7 +17,7 @@ from cohort.common.errors import RequestError
 
 READ_BYTES = 1 << 20  # from disk, by a thread
 PIECE_BYTES = 1 << 17  # to the client within the deadline; more than aiohttp buffers before it waits (64 KiB)
-LOOK_S = 0.05  # between two looks whether the last piece was taken
+POLL_S = 0.05  # between two polls for the last piece having been taken
 
 
 async def send_content(
@@ -54,12 +54,12 @@ async def send_content(
         await asyncio.shield(asyncio.to_thread(file.close))
 
 
-async def _send(response: web.StreamResponse, file: BinaryIO, left: int, write_timeout_s: float) -> None:
-    while left:
-        data = memoryview(await asyncio.to_thread(file.read, min(READ_BYTES, left)))
+async def _send(response: web.StreamResponse, file: BinaryIO, remaining: int, write_timeout_s: float) -> None:
+    while remaining:
+        data = memoryview(await asyncio.to_thread(file.read, min(READ_BYTES, remaining)))
         if not data:
             raise ConnectionError("the content is shorter than its file says")  # contents never change; cut it off
-        left -= len(data)
+        remaining -= len(data)
         for start in range(0, len(data), PIECE_BYTES):
             async with asyncio.timeout(write_timeout_s):
                 await response.write(data[start : start + PIECE_BYTES])
@@ -69,7 +69,7 @@ async def _taken(request: web.Request, write_timeout_s: float) -> None:
     """Wait until the kernel has all bytes: bytes in our own buffer would keep the connection, even a closed one."""
     async with asyncio.timeout(write_timeout_s):
         while request.transport is not None and request.transport.get_write_buffer_size():  # noqa: ASYNC110 -- no event
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int]:
@@ -77,12 +77,12 @@ def _span(request: web.Request, size: int) -> tuple[int, int]:
     if "If-Range" in request.headers:
         return 0, size
     try:
-        asked = request.http_range
+        span = request.http_range
     except ValueError:
-        asked = slice(size, None)
-    if asked.start is None:
+        span = slice(size, None)
+    if span.start is None:
         return 0, size
-    begin, end, _ = asked.indices(size)
+    begin, end, _ = span.indices(size)
     if begin >= end:
         raise RequestError(f"Range: the file has {size} bytes.", status=416)
     return begin, end

@@ -47,7 +47,7 @@ class Leftovers:
     removed: int = 0
     lost: int = 0
     """Number of contents moved to `files.lost`."""
-    kept: int = 0
+    retained: int = 0
     """Contents that no row names and that were left alone."""
     foreign: int = 0
     """Number of files that this program did not make; they are left alone."""
@@ -125,13 +125,13 @@ class BatchFolder:
         """Remove what a killed process left: half-written contents, and whole ones that no row names. `held_files`: the
         database has known a file before; if not, it is another one than these contents', which go to `files.lost`.
         `sound`: all of the database was checked; else whole contents stay."""
-        removed = lost = kept = foreign = 0
+        removed = lost = retained = foreign = 0
         for entry in list(os.scandir(self._files)):
             ours = _OURS.fullmatch(entry.name)
             if ours is None or not entry.is_file(follow_symlinks=False):
                 foreign += 1
             elif ours["part"]:
-                removed += _removed_if_left(Path(entry.path))
+                removed += _removed_if_abandoned(Path(entry.path))
             elif entry.name in known:
                 if entry.stat(follow_symlinks=False).st_mode & 0o077:
                     os.chmod(entry.path, PRIVATE_FILE)
@@ -142,16 +142,16 @@ class BatchFolder:
                 os.unlink(entry.path)
                 removed += 1
             else:
-                kept += 1
-        return Leftovers(removed, lost, kept, foreign)
+                retained += 1
+        return Leftovers(removed, lost, retained, foreign)
 
-    def remove_left_parts(self) -> int:
+    def remove_abandoned_parts(self) -> int:
         """Remove the parts of gateways that were killed, while others go on; return how many."""
         removed = 0
         for entry in list(os.scandir(self._files)):
             ours = _OURS.fullmatch(entry.name)
             if ours is not None and ours["part"] and entry.is_file(follow_symlinks=False):
-                removed += _removed_if_left(Path(entry.path))
+                removed += _removed_if_abandoned(Path(entry.path))
         return removed
 
     def _set_aside(self, name: str) -> None:
@@ -188,7 +188,7 @@ class ContentWriter:
         self._target = target
         self._part = target.with_name(target.name + PART)
         self._file = _held_part(self._part)
-        self._kept = False
+        self._committed = False
         self.bytes = 0
 
     def __enter__(self) -> ContentWriter:
@@ -205,12 +205,12 @@ class ContentWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._part.replace(self._target)  # while it is held: no other gateway takes it for left
-        self._kept = True
+        self._committed = True
         self._file.close()
 
     def discard(self) -> None:
         """Remove the part. Harmless after `commit`."""
-        if not self._kept:
+        if not self._committed:
             self._part.unlink(missing_ok=True)
         self._file.close()
 
@@ -230,14 +230,14 @@ def _held_part(path: Path) -> BinaryIO:
         file.close()
 
 
-def _removed_if_left(path: Path) -> bool:
+def _removed_if_abandoned(path: Path) -> bool:
     """Remove a part that no process holds; return whether it did."""
     try:
         with path.open("rb") as file:
-            left = _locked(file, fcntl.LOCK_EX) and _is_at(path, file)
-            if left:
+            abandoned = _locked(file, fcntl.LOCK_EX) and _is_at(path, file)
+            if abandoned:
                 path.unlink()
-            return left
+            return abandoned
     except FileNotFoundError:  # kept, discarded, or removed by another gateway
         return False
 

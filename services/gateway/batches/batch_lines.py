@@ -28,7 +28,7 @@ MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100  # named in a failed batch; a file of the wrong kind has as many as lines
 LINES_AT_ONCE = 500
 
-LOOK_EVERY = 1000  # lines read between two looks whether reading is still wanted; blank ones yield nothing to return
+CHECK_EVERY = 1000  # lines read between two checks that reading is still wanted; blank ones yield nothing to return
 MAX_RESULT_BYTES = 1 << 28
 """Size limit of one answer, which the database takes with ease; larger ones have many scored choices."""
 
@@ -102,7 +102,7 @@ class InputReader:
                 self._end()
                 break
             self._number += 1
-            if self._number % LOOK_EVERY == 0 and not self._wanted():
+            if self._number % CHECK_EVERY == 0 and not self._wanted():
                 self.close()
                 break
             start, self._start = self._start, self._start + len(data)

@@ -163,10 +163,10 @@ class BatchRunner:
             await self._until_it_works("finding batches of other gateways", self._poll_store)
 
     async def _poll_store(self) -> None:
-        def look(store: BatchStore) -> tuple[list[str], list[str]]:
+        def read(store: BatchStore) -> tuple[list[str], list[str]]:
             return store.unfinished(), store.cancelling()
 
-        unfinished, cancelling = await self._store.run(look)
+        unfinished, cancelling = await self._store.run(read)
         for batch_id in unfinished:
             if batch_id not in self._jobs:
                 self.submit(batch_id)
@@ -267,7 +267,7 @@ class BatchRunner:
             await self._store.run(lambda store: store.give_up(batch_id, now_s, [INTERNAL_ERROR]))
         await self.count()
 
-    def _left_s(self, job: _Job) -> float:
+    def _remaining_s(self, job: _Job) -> float:
         """Return the seconds until the batch expires."""
         assert job.ends_at_s is not None
         return job.ends_at_s - self._clock.now_s()
@@ -279,15 +279,15 @@ class BatchRunner:
 
     async def _validate(self, batch: StoredBatch, job: _Job) -> None:
         def wanted() -> bool:
-            return not job.cancelled.is_set() and self._left_s(job) > 0
+            return not job.cancelled.is_set() and self._remaining_s(job) > 0
 
         path = self._folder.content(batch.input_file_id)
         limits = {"max_lines": bounds.BOUNDS.batch_lines, "max_line_bytes": self._max_line_bytes}
         try:
             reader = await asyncio.to_thread(InputReader, path, batch.endpoint, **limits, wanted=wanted)
         except FileNotFoundError:
-            gone = LineError("invalid_input_file", "The content of the input file is gone.")
-            await self._store.run(lambda store: store.fail(batch.id, self._clock.wall_s(), [gone]))
+            missing = LineError("invalid_input_file", "The content of the input file is gone.")
+            await self._store.run(lambda store: store.fail(batch.id, self._clock.wall_s(), [missing]))
             self._log.error("batch refused: the content of its input file is gone", file_id=batch.input_file_id)
             return
         try:
@@ -298,7 +298,7 @@ class BatchRunner:
         finally:
             reader.close()
         now_s = self._clock.wall_s()
-        if self._left_s(job) <= 0:
+        if self._remaining_s(job) <= 0:
             await self._store.run(lambda store: store.expire_unread(batch.id, now_s))
             self._log.warning("batch expired before its input was read", lines=total)
         elif reader.errors:
@@ -310,11 +310,11 @@ class BatchRunner:
 
     async def _run_lines(self, batch: StoredBatch, job: _Job) -> None:
         """Run lines until every one has a result, or the batch is cancelled or expires."""
-        left_s = self._left_s(job)
+        remaining_s = self._remaining_s(job)
         lines = asyncio.create_task(self._all_lines(batch), name=f"{batch.id} lines")
         cancelled = asyncio.create_task(job.cancelled.wait())
         try:
-            await asyncio.wait((lines, cancelled), timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((lines, cancelled), timeout=max(0.0, remaining_s), return_when=asyncio.FIRST_COMPLETED)
             if lines.done():
                 lines.result()
         finally:
@@ -447,10 +447,10 @@ class BatchRunner:
         now_s = self._clock.wall_s()
         if not await self._trusts_clock(now_s):
             return
-        gone = await self._store.run(lambda store: store.forget(now_s, self._retention_s))
-        if gone:
-            await asyncio.to_thread(self._folder.remove, gone)
-            self._log.info("expired files deleted", files=len(gone))
+        expired = await self._store.run(lambda store: store.forget(now_s, self._retention_s))
+        if expired:
+            await asyncio.to_thread(self._folder.remove, expired)
+            self._log.info("expired files deleted", files=len(expired))
             await self.count()
         if abs(now_s - self._swept_at_s) >= NOTE_SWEEP_S:
             await self._store.run(lambda store: store.note_sweep(now_s))

@@ -167,12 +167,12 @@ class BatchStore:
             ).fetchone()
         return _batch(row)
 
-    def forget_oldest(self, owner: str, kept: int) -> None:
-        """Drop the owner's batches that have ended, but for those among the latest `kept` ones."""
+    def forget_oldest(self, owner: str, retained: int) -> None:
+        """Drop the owner's batches that have ended, but for those among the latest `retained` ones."""
         self._db.execute(
             f"DELETE FROM batches WHERE owner = ? AND status NOT IN ({_NOT_ENDED}) AND seq <= "
             "(SELECT seq FROM batches WHERE owner = ? ORDER BY seq DESC LIMIT 1 OFFSET ?)",
-            (owner, owner, kept),
+            (owner, owner, retained),
         )
 
     def batch(self, batch_id: str, owner: str | None = None) -> StoredBatch | None:
@@ -384,7 +384,7 @@ class BatchStore:
     def forget(self, now_s: float, retention_s: float) -> list[str]:
         """Drop expired files that no running batch reads, and batches that ended long ago; ids of the files."""
         with transaction(self._db):
-            gone = self._db.execute(
+            expired = self._db.execute(
                 "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
                 f"(SELECT input_file_id FROM batches WHERE status IN ({_NOT_ENDED})) RETURNING id",
                 (now_s,),
@@ -394,7 +394,7 @@ class BatchStore:
                 "AND coalesce(completed_at, failed_at, expired_at, cancelled_at, created_at) <= ?",
                 (now_s - retention_s,),
             )
-        return [row[0] for row in gone]
+        return [row[0] for row in expired]
 
     def swept_at_s(self) -> float | None:
         """Return the wall clock at the last `note_sweep`, of this process or an earlier one."""
@@ -409,8 +409,8 @@ class BatchStore:
         free = self._free_pages()
         if free:
             self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` frees a single page
-            left = self._free_pages()
-            if left and left < free:
+            remaining = self._free_pages()
+            if remaining and remaining < free:
                 return True
             self._to_write_back = True
         if self._to_write_back:  # the file is shorter only then; a reader in another process may prevent it this time

@@ -35,9 +35,9 @@ class UploadStream:
 
     def __init__(self, stream: StreamReader) -> None:
         self._stream = stream
-        self._idle_s = self._patience_s = bounds.BOUNDS.upload_idle_s
+        self._idle_s = self._remaining_s = bounds.BOUNDS.upload_idle_s
         self._least_bytes = max(1, int(self._idle_s * bounds.BOUNDS.upload_bytes_per_s))
-        self._arrived = 0  # since patience was full
+        self._arrived = 0  # since `_remaining_s` was full
         self._taken = 0
         self.content_bytes = 0
         self.in_content = False
@@ -59,16 +59,16 @@ class UploadStream:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(max(0.0, self._patience_s)):
+            async with asyncio.timeout(max(0.0, self._remaining_s)):
                 data = await reading
         except TimeoutError as error:
             raise RequestError(
                 f"Less than {self._least_bytes} bytes of the file arrived in {self._idle_s:g} s.", status=408
             ) from error
-        self._patience_s -= loop.time() - began_s
+        self._remaining_s -= loop.time() - began_s
         self._arrived += len(data)
         if self._arrived >= self._least_bytes:
-            self._arrived, self._patience_s = 0, self._idle_s
+            self._arrived, self._remaining_s = 0, self._idle_s
         self._taken += len(data)
         if not self.in_content and self._taken - self.content_bytes > FORM_BYTES:
             raise RequestError(f"The form has more than {FORM_BYTES} bytes beside the file.", status=413)

@@ -106,7 +106,7 @@ class Batches:
                     clock=clock,
                     log=log,
                 )
-                async with _left_parts_removed(folder, log):
+                async with _abandoned_parts_removed(folder, log):
                     yield cls((api, runner))
             finally:
                 await asyncio.to_thread(store.close)
@@ -138,32 +138,32 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
 
 
 @asynccontextmanager
-async def _left_parts_removed(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
+async def _abandoned_parts_removed(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
     """Remove the parts of killed gateways now and then within the block, as others go on."""
 
-    async def look() -> NoReturn:
+    async def sweep() -> NoReturn:
         while True:
             with suppress(OSError):  # uploads say what is wrong with the disk
-                if removed := await asyncio.to_thread(folder.remove_left_parts):
+                if removed := await asyncio.to_thread(folder.remove_abandoned_parts):
                     log.info("unfinished uploads of a gateway that ended removed", files=removed)
             await asyncio.sleep(SWEEP_S)
 
     if not folder.shared:
         yield
         return
-    looking = asyncio.create_task(look(), name="left uploads")
+    sweeping = asyncio.create_task(sweep(), name="left uploads")
     try:
         yield
     finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
 
 
 async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdlib.BoundLogger) -> None:
-    def look(store: BatchStore) -> tuple[set[str], bool, bool]:
+    def read(store: BatchStore) -> tuple[set[str], bool, bool]:
         return store.file_ids(), store.held_files(), store.checked
 
-    known, held_files, checked = await store.run(look)
+    known, held_files, checked = await store.run(read)
     found = await asyncio.to_thread(folder.clean_up, known, held_files=held_files, sound=checked)
     if found.removed:
         log.info("unfinished uploads of an earlier run removed", files=found.removed)
@@ -173,10 +173,10 @@ async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdl
             files=found.lost,
             folder=str(folder.lost),
         )
-    if found.kept or found.foreign:
+    if found.retained or found.foreign:
         log.warning(
             "files in the folder of batches that the database does not name: left alone",
-            contents=found.kept,
+            contents=found.retained,
             others=found.foreign,
         )
 

@@ -36,7 +36,7 @@ QUIET_S = 1.0
 """Time without a request until connections count as idle: a client's next request comes within it."""
 _POLL_S = 0.05
 SIGNAL = signal.SIGUSR1
-LOOKS = 4
+CHECKS = 4
 """Checks within the shorter of the two times: a connection is aborted at most this fraction of it too late."""
 
 
@@ -97,7 +97,7 @@ class _Connection:
     pending_since_s: float | None = None
     written_before: int = 0
     """Bytes written by the requests before this one."""
-    left: int = 0
+    sent: int = 0
     endless: bool = False
     """Whether it may take any time while it moves: a file's content."""
 
@@ -143,11 +143,11 @@ class SlowReaders:
             connection.writer = request.writer
             connection.endless = False
         if self._timer is None:
-            self._look_later()
+            self._check_later()
         return connection
 
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(min(self._still_s, self._whole_s) / LOOKS, self._check)
+    def _check_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(min(self._still_s, self._whole_s) / CHECKS, self._check)
 
     def _check(self) -> None:
         self._timer = None
@@ -167,12 +167,12 @@ class SlowReaders:
                 _drop(transport)
                 self._aborted()
         if self._connections:
-            self._look_later()
+            self._check_later()
 
     def _too_slow(self, connection: _Connection, pending: int, in_kernel: int, now_s: float) -> bool:
-        left = connection.written_before + connection.writer.output_size - pending - in_kernel
-        if not pending or left != connection.left:
-            connection.left, connection.moved_s = left, now_s
+        sent = connection.written_before + connection.writer.output_size - pending - in_kernel
+        if not pending or sent != connection.sent:
+            connection.sent, connection.moved_s = sent, now_s
         if not pending:
             connection.pending_since_s = None
             return False

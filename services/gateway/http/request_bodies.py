@@ -71,8 +71,8 @@ async def _expected(request: web.Request) -> None:
 @web.middleware
 async def send_continue(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Send "100 Continue" to a client that holds its body back, after all that refuses by headers."""
-    asked = "Expect" in request.headers and request.version >= HttpVersion11
-    if asked and request.match_info.http_exception is None and request.transport is not None:
+    expected = "Expect" in request.headers and request.version >= HttpVersion11
+    if expected and request.match_info.http_exception is None and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return await handler(request)
 

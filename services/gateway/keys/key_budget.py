@@ -164,8 +164,8 @@ class KeyBudget:
                     f"is {limit}. Ask for less.",
                     param="max_tokens",
                 )
-        if limits.tokens_per_day and tokens > (left := self.day.level(wall_s)):
-            what = f"{left} are left, this request may use {tokens}"
+        if limits.tokens_per_day and tokens > (remaining := self.day.level(wall_s)):
+            what = f"{remaining} are left, this request may use {tokens}"
             raise self._spent("tokens_per_day", limits.tokens_per_day, what, self.day.wait_s(wall_s))
         if limits.tokens_per_minute and (wait_s := self.tokens.wait_s(now_s, tokens)):
             what = f"{int(self.tokens.level(now_s))} are left, this request may use {tokens}"

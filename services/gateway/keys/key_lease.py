@@ -81,14 +81,14 @@ class Lease:
         assert not self._ended
         self._ended = True
         now_s = self._clock.now_s()
-        told = [used() for used in self._used]
-        prompt, completion = sum(each[0] for each in told), sum(each[1] for each in told)
+        usages = [used() for used in self._used]
+        prompt, completion = sum(each[0] for each in usages), sum(each[1] for each in usages)
         self.budget.settle(now_s, self._clock.wall_s(), self._reserved, prompt + completion)
         # One that the server could not serve, or that a limit refused, is not one of the minute's requests either.
         unserved = isinstance(error, RequestError) and (error.status == 429 or error.status >= 500)
         self.budget.leave(now_s, counts=not unserved)
         refused = isinstance(error, KeyLimited)
-        return Amounts(int(bool(told)), prompt, completion, int(refused))
+        return Amounts(int(bool(usages)), prompt, completion, int(refused))
 
 
 Judged = Callable[[TrafficClass, Mapping[str, bool]], None]

@@ -64,11 +64,11 @@ class Keyring:
         self._file_salt = b""
         self._filed: list[tuple[bytes, Key]] = []
         self._stamp: _Stamp | None = None
-        self._look_s = 0.0
+        self._next_check_s = 0.0
         if self._path is not None:
             self._stamp = self._stamp_of()
             self._load(self._path)
-            self._look_s = clock.now_s() + RELOAD_S
+            self._next_check_s = clock.now_s() + RELOAD_S
         self._index()
 
     def __len__(self) -> int:
@@ -112,9 +112,9 @@ class Keyring:
         ]
 
     def _reload_if_changed(self) -> None:
-        if self._path is None or self._clock.now_s() < self._look_s:
+        if self._path is None or self._clock.now_s() < self._next_check_s:
             return
-        self._look_s = self._clock.now_s() + RELOAD_S
+        self._next_check_s = self._clock.now_s() + RELOAD_S
         stamp = self._stamp_of()
         if stamp == self._stamp:
             return

@@ -26,7 +26,7 @@ OWNER = web.RequestKey("owner", str)
 KEY = web.RequestKey("key", Key)
 """API key of a request, where keys are required."""
 MAX_ID_CHARACTERS = 256
-_BESIDE_V1 = frozenset(("/tokenize", "/detokenize"))
+_OUTSIDE_V1 = frozenset(("/tokenize", "/detokenize"))
 """Paths outside of /v1 that need a key: vLLM's clients look for them there."""
 
 _encode = msgspec.json.Encoder().encode
@@ -104,7 +104,7 @@ def require_key(keyring: Keyring) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[OWNER] = ""
-        if keyring.required and (request.path.startswith("/v1") or request.path in _BESIDE_V1):
+        if keyring.required and (request.path.startswith("/v1") or request.path in _OUTSIDE_V1):
             scheme, _, token = _credentials(request).partition(" ")
             key = keyring.find(token.strip())
             if scheme.lower() != "bearer" or key is None:

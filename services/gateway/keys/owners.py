@@ -39,10 +39,10 @@ class Owners:
         """Return the owner under which admission counts waiting requests; "" where nothing is shared out."""
         return owner if self.several else ""
 
-    def priority(self, asked: int) -> int:
+    def priority(self, requested: int) -> int:
         """Return the priority that replaces a body's; lower is served first, 0 is the default. With keys it is never
         below 0: a request may let others pass, not pass them."""
-        return max(0, asked) if self._clamps else asked
+        return max(0, requested) if self._clamps else requested
 
     def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
         """Add the owner's share and the salt of its prefixes. Raises a 400 `RequestError` for a request that could

@@ -272,11 +272,11 @@ def _call(
     body: CompletionBody | ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, own: _Own
 ) -> Call:
     check_model(body.model, card)
-    n = kept = body.n or 1
+    n = returned = body.n or 1
     if body.best_of is not None and body.best_of != n:
         n = _best_of(body.best_of, n, chat=own.chat, stream=bool(body.stream))
     if n > 1 and n > (most := min(bounds.BOUNDS.choices, config.own_waiting_requests // max(1, len(own.prompts)))):
-        name = "n" if n == kept else "best_of"
+        name = "n" if n == returned else "best_of"
         raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
     if body.use_beam_search:
         raise _refused("use_beam_search", "beam search is not supported")
@@ -305,10 +305,10 @@ def _call(
         messages=own.messages,
         # Choices are ranked by what the model thinks of their tokens.
         sampling=_sampling(
-            body, card, min_tokens=min_tokens, logprobs=own.logprobs if n == kept else max(0, own.logprobs)
+            body, card, min_tokens=min_tokens, logprobs=own.logprobs if n == returned else max(0, own.logprobs)
         ),
         shows_logprobs=own.logprobs >= 0,
-        returned_choices=kept,
+        returned_choices=returned,
         max_tokens=own.max_tokens,
         min_tokens=min_tokens,
         n=n,
@@ -558,20 +558,20 @@ def grammar_spec_of(body: GeneratingBody) -> GrammarSpec | None:
     return found[0] if found else None
 
 
-def _of_response_format(wish: ResponseFormat | None) -> list[GrammarSpec]:
-    if wish is None:
+def _of_response_format(spec: ResponseFormat | None) -> list[GrammarSpec]:
+    if spec is None:
         return []
-    match wish.type:
+    match spec.type:
         case "text":
             return []
         case "json_object":
             return [GrammarSpec("json_schema", {"type": "object"}, "response_format")]
         case "json_schema":
-            if wish.json_schema is None or wish.json_schema.schema is None:
+            if spec.json_schema is None or spec.json_schema.schema is None:
                 raise RequestError(
                     "response_format.json_schema.schema is missing.", param="response_format.json_schema.schema"
                 )
-            return [_schema(wish.json_schema.schema, "response_format.json_schema.schema")]
+            return [_schema(spec.json_schema.schema, "response_format.json_schema.schema")]
         case other:
             raise RequestError(
                 f"response_format.type: {other[:100]!r} is none of 'text', 'json_object' and 'json_schema'.",
@@ -579,16 +579,16 @@ def _of_response_format(wish: ResponseFormat | None) -> list[GrammarSpec]:
             )
 
 
-def _of_structured_outputs(wish: StructuredOutputs | None) -> list[GrammarSpec]:
-    if wish is None:
+def _of_structured_outputs(spec: StructuredOutputs | None) -> list[GrammarSpec]:
+    if spec is None:
         return []
     for name in ("structural_tag", "whitespace_pattern"):
-        if getattr(wish, name) is not None:
+        if getattr(spec, name) is not None:
             raise RequestError(f"structured_outputs.{name}: not supported.", param=f"structured_outputs.{name}")
-    found = _of_parts("structured_outputs.", wish.json, wish.regex, wish.choice, wish.grammar)
-    if wish.json_object:
+    found = _of_parts("structured_outputs.", spec.json, spec.regex, spec.choice, spec.grammar)
+    if spec.json_object:
         found.append(GrammarSpec("json_schema", {"type": "object"}, "structured_outputs.json_object"))
-    if wish.disable_any_whitespace:
+    if spec.disable_any_whitespace:
         found = [_without_white_space(each) for each in found]
     return found
 

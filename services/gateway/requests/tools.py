@@ -147,8 +147,8 @@ def _function(index: int, tool: Tool) -> Function:
 
 def as_prompted(tool: Tool) -> dict[str, Any]:
     function = tool.function
-    told = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {"type": "function", "function": {key: value for key, value in told.items() if value is not None}}
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -231,13 +231,13 @@ For each function call return a JSON object with function name and arguments wit
 
 def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Write tools into the system message, calls and results into the text, for a template without tools."""
-    said = [_spelled(message) for message in messages]
+    spelled = [_spelled(message) for message in messages]
     if not tools:
-        return said
+        return spelled
     prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    if said and said[0]["role"] == "system":
-        return [{**said[0], "content": f"{said[0]['content']}\n\n{prompt}"}, *said[1:]]
-    return [{"role": "system", "content": prompt}, *said]
+    if spelled and spelled[0]["role"] == "system":
+        return [{**spelled[0], "content": f"{spelled[0]['content']}\n\n{prompt}"}, *spelled[1:]]
+    return [{"role": "system", "content": prompt}, *spelled]
 
 
 def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:

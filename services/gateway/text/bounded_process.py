@@ -43,7 +43,7 @@ _OUTPUT_SHARE = 8
 """An answer may have 1/8 of the memory in bytes: it exists several times while it is made and sent."""
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 """Signals that no limit of ours sends: somebody else does, or the system ran out of memory."""
-_KEPT_ENVIRONMENT = ("PATH", "LANG", "TZ", "TZDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+_PASSED_ENVIRONMENT = ("PATH", "LANG", "TZ", "TZDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 Work = Callable[[bytes], tuple[bytes, bytes]]
 """One question to its kind of answer (`ANSWER`, `REFUSED`) and the answer."""
@@ -121,7 +121,7 @@ class BoundedProcess:
             return self._process
         if self._ending is not None:
             self._ending()
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
         environment |= {name: value for name, value in os.environ.items() if name.startswith("LC_")}
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", self._module],

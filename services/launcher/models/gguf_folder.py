@@ -31,7 +31,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 TIMEOUT_S = 600.0
-_BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _LARGEST_FIELD = 4096
 """Elements of a field that may matter to the configuration; lists of tokens are longer, and are read elsewhere."""
 
@@ -119,8 +119,8 @@ def _metadata(file: Path) -> tuple[dict[str, Any], dict[str, list[int]], list[fl
 
 
 def _tokenizer(file: Path, folder: Path) -> None:
-    if (file.parent / _BESIDE[0]).is_file():
-        for name in _BESIDE:
+    if (file.parent / _TOKENIZER_FILES[0]).is_file():
+        for name in _TOKENIZER_FILES:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
         return

@@ -19,7 +19,7 @@ from cohort.common.config import Config, dump_config
 from cohort.common.keys.private_files import open_private
 from cohort.common.types import InstanceId
 from cohort.services.launcher.console import State
-from cohort.services.launcher.hosts import HostLost, NotBegun, Pipeline, Supervised
+from cohort.services.launcher.hosts import HostLost, NotStarted, Pipeline, Supervised
 from cohort.services.launcher.on_ray.agent import Agent
 from cohort.services.launcher.on_ray.order import AgentState, Order, Place, SharedConfig, dialled_as
 from cohort.services.launcher.on_ray.placement import (
@@ -123,18 +123,18 @@ class Actors:
     def close(self) -> None:
         """Leave nothing: `release` has removed everything."""
 
-    def ask_for(self, processes: Sequence[Supervised]) -> None:
+    def request_places(self, processes: Sequence[Supervised]) -> None:
         for process in processes:
             added, plan = process.added, process.plan
             placement = added_worker(self._config, plan) if added else self._placements[plan.instance]
             self._nodes[process] = OnNode(process, placement)
         for process in processes:
             try:
-                self._ask_for(self._nodes[process])
+                self._request_place(self._nodes[process])
             except Exception as error:  # of many kinds, none of them its own
                 raise RunFilesError(f"{process.plan.instance}: Ray does not take it: {error}") from error
 
-    def _ask_for(self, node: OnNode) -> None:
+    def _request_place(self, node: OnNode) -> None:
         """Request a placement group and an actor. A group with one bundle is on one node as a whole; STRICT_PACK asks
         that of later bundles too. Processes that are spread share a group, each with a bundle of its own."""
         util, placement, plan = self._ray.util, node.placement, node.process.plan
@@ -175,30 +175,30 @@ class Actors:
             await self._welcome(node, await self._placed(node))
             return Distant(self, node, await node.actor.begin.remote(self._briefing))
         except errors.RayTaskError as error:
-            raise NotBegun(str(error.cause or error)) from error
+            raise NotStarted(str(error.cause or error)) from error
         except errors.RayActorError as error:
             raise self._lost(node, error) from error
 
     async def _placed(self, node: OnNode) -> Place:
-        """Return the agent's place, once Ray has found one and started it. Raises `NotBegun` if no node has room for an
-        additional worker, which is not waited for; `HostLost` when the process is not wanted any more."""
-        asked = asyncio.ensure_future(node.actor.place.remote())
+        """Return the agent's place, once Ray has found one and started it. Raises `NotStarted` if no node has room for
+        an additional worker, which is not waited for; `HostLost` when the process is not wanted any more."""
+        request = asyncio.ensure_future(node.actor.place.remote())
         unwanted = [asyncio.ensure_future(each.wait()) for each in self._ends(node)]
-        waited: list[asyncio.Future[Any]] = [asked, *unwanted]
+        waited: list[asyncio.Future[Any]] = [request, *unwanted]
         try:
-            patience_s = (
+            timeout_s = (
                 WAIT_NOTICE_S if node.joined else max(0.0, node.unplaced_since_s + NO_PLACE_S - time.monotonic())
             )
-            done, _ = await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 if note := self._lacking(node):
                     if not node.joined:
-                        raise NotBegun(note)
+                        raise NotStarted(note)
                     self._pipeline.console.update(node.process.plan.instance, State.WAITING, note=f"({note})")
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if asked not in done:
+            if request not in done:
                 raise HostLost("it is not wanted any more")
-            place: Place = await asked
+            place: Place = await request
             return place
         finally:
             for each in waited:
@@ -238,35 +238,35 @@ class Actors:
                 other.actor.brief.remote(self._briefing)
 
     async def followed(self, node: OnNode) -> int:
-        """Copy the log until the process has ended and return its exit code. Raises `HostLost`, `NotBegun`."""
+        """Copy the log until the process has ended and return its exit code. Raises `HostLost`, `NotStarted`."""
         process = node.process
         log = self._pipeline.files.log_file(process.plan.instance)
         try:
             while True:
-                news: AgentState = await node.actor.state_since.remote(node.log_end)
-                if news.incarnation != node.incarnation:  # Ray was quicker than the request
+                state: AgentState = await node.actor.state_since.remote(node.log_end)
+                if state.incarnation != node.incarnation:  # Ray was quicker than the request
                     raise self._lost(node)
-                node.log_end = news.log_end
+                node.log_end = state.log_end
                 node.joined = node.joined or process.ready.is_set()
-                if news.log:
+                if state.log:
                     with open_private(log, "ab") as file:
-                        file.write(f"[{news.skipped} bytes left out]\n".encode() if news.skipped else b"")
-                        file.write(news.log)
-                elif news.code is not None:
-                    return news.code
+                        file.write(f"[{state.skipped} bytes left out]\n".encode() if state.skipped else b"")
+                        file.write(state.log)
+                elif state.code is not None:
+                    return state.code
         except self._ray.exceptions.RayActorError as error:
             raise self._lost(node, error) from error
 
-    def _lost(self, node: OnNode, error: Exception | None = None) -> HostLost | NotBegun:
+    def _lost(self, node: OnNode, error: Exception | None = None) -> HostLost | NotStarted:
         where = f" on {node.process.node}" if node.place is not None else ""
         node.deaths += node.place is None
         node.unplaced_since_s = time.monotonic() if node.place is not None else node.unplaced_since_s
         node.place, node.process.node = None, ""
         if node.deaths >= MAX_FAILED_STARTS and isinstance(error, self._ray.exceptions.ActorDiedError):
-            return NotBegun(f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
+            return NotStarted(f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
         # Requests to an agent without a place fail within seconds, as those to one that was just lost.
         late = time.monotonic() - node.unplaced_since_s > (WAIT_NOTICE_S if node.joined else NO_PLACE_S)
         lacking = self._lacking(node) if late else ""
         if late and not node.joined:
-            return NotBegun(lacking or "its agent was lost and did not come back")
+            return NotStarted(lacking or "its agent was lost and did not come back")
         return HostLost(lacking or f"its agent{where} is lost; Ray starts it anew", waits=bool(lacking))

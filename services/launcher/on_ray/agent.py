@@ -1,6 +1,6 @@
 """One process of the pipeline on the node that Ray chose for it: a Ray actor that is its parent.
 
-    launcher ─▶ place ─▶ begin(briefing) ─▶ news … ─▶ terminate, kill         of one child after the other (`here`)
+    launcher ─▶ place ─▶ begin(briefing) ─▶ state_since … ─▶ terminate, kill  of one child after the other (`here`)
 
 Whether a process that ended is begun again the launcher's supervisor says, by the same rules as on one machine. The
 actor's end ends it at once: the kernel kills a child with the thread that started it (`child.py`). Ray starts a lost
@@ -36,8 +36,8 @@ from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.run_files import RunFiles, read_log
 
 WAIT_S = 1.0
-"""Longest time that a request for news stays open."""
-_LOOK_S = 0.1  # and the shortest, or a log that grows all the time would be asked for all the time
+"""Longest time that a request for the state stays open."""
+_POLL_S = 0.1  # and the shortest, or a log that grows all the time would be asked for all the time
 _PORTS = range(20_000, 32_000)  # below those that systems give to connections, above those of Ray's workers
 _KEY_FILE = "cluster.key"
 
@@ -56,9 +56,9 @@ class Agent:
         node_id = str(ray.get_runtime_context().get_node_id())
         self._held = [_hold_port(self._ip), _hold_port(self._ip)]
         self._inbox_port, metrics_port = (int(each.getsockname()[1]) for each in self._held)
-        self._process = Supervised(self._plan_here(order.plan, metrics_port))
+        self._process = Supervised(self._local_plan(order.plan, metrics_port))
         self._files = RunFiles(paths.run_dir(order.port) / "nodes" / node_id[:8] / order.plan.instance)
-        self._here = Here(self._files)
+        self._hosts = Here(self._files)
         self._briefing: SharedConfig | None = None
         self._settled = False
         """Whether the process's folder is this agent's, with its configuration and a log."""
@@ -89,7 +89,7 @@ class Agent:
                 life.enter_context(self._files.claim())
                 life.callback(self._key_file.unlink, missing_ok=True)
                 self._settle()
-                self._process.child = child = await self._here.begin(self._process)
+                self._process.child = child = await self._hosts.begin(self._process)
                 self._life = asyncio.create_task(_ended(child, life.pop_all()))
         assert self._process.child is not None
         return self._process.child.pid
@@ -102,7 +102,7 @@ class Agent:
         log = self._files.log_file(self._process.plan.instance)
         self._files.limit_log(self._process.plan.instance)
         while True:
-            await asyncio.wait((self._life,), timeout=_LOOK_S)
+            await asyncio.wait((self._life,), timeout=_POLL_S)
             ended = self._life.done()  # asked before the log is read: then all of it is there
             data, end, skipped = read_log(log, offset)
             if ended or data or time.monotonic() > deadline_s:
@@ -137,7 +137,7 @@ class Agent:
         self._files.write_config(dump_config(config))
         self._settled = True
         if self._order.joins_running:
-            self._here.check(config, self._process.plan.instance)
+            self._hosts.check(config, self._process.plan.instance)
 
     def _config(self) -> Config:
         """Return the current configuration for this node."""
@@ -146,7 +146,7 @@ class Agent:
         key_file = str(self._key_file) if self._order.key else ""
         return on_node(config, self._process.plan, self._ip, self._inbox_port, key_file)
 
-    def _plan_here(self, plan: ProcessPlan, metrics_port: int) -> ProcessPlan:
+    def _local_plan(self, plan: ProcessPlan, metrics_port: int) -> ProcessPlan:
         if plan.passes_metrics_port:
             plan = dataclasses.replace(plan, host=self._ip, port=metrics_port)
         return dataclasses.replace(plan, environment={**plan.environment, **self._order.environment})

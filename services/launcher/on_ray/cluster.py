@@ -29,7 +29,7 @@ AUTO, LOCAL = "auto", "local"
 LOCAL_CPUS = 256.0
 """CPUs of a Ray that is started here: enough that Ray limits nothing, as without it."""
 LOCAL_STORE_BYTES = 80 << 20  # of objects; the least that Ray takes is little less
-LOOK_TIMEOUT_S = 60.0
+SURVEY_TIMEOUT_S = 60.0
 _MISSING = (
     "--on ray needs Ray on every node: pip install 'cohort-serve[ray]', in a clone "
     ".venv/bin/pip install --require-hashes --no-deps -r scripts/requirements/ray.txt"
@@ -68,20 +68,20 @@ class Cluster:
     _session: str = ""
     nodes: list[Node] = field(default_factory=list)
 
-    def look(self, model: Path | None = None, *, with_weights: bool = True) -> list[Facts]:
+    def survey(self, model: Path | None = None, *, with_weights: bool = True) -> list[Facts]:
         """Return facts of every node, in the order of `nodes`; with `model`, whether that folder is there. Raises
         `ConfigError` for a node that cannot run this version."""
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        looking = self.ray.remote(_look)
-        asked = []
+        task = self.ray.remote(_facts)
+        refs = []
         for node in self.nodes:
-            there = strategy(node_id=node.node_id, soft=False)
-            on_node = looking.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            asked.append(on_node.remote(str(model) if model else "", with_weights))
+            affinity = strategy(node_id=node.node_id, soft=False)
+            on_node = task.options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
+            refs.append(on_node.remote(str(model) if model else "", with_weights))
         found: list[Facts] = []
-        for node, ref in zip(self.nodes, asked, strict=True):
+        for node, ref in zip(self.nodes, refs, strict=True):
             try:
-                facts: Facts = self.ray.get(ref, timeout=LOOK_TIMEOUT_S)
+                facts: Facts = self.ray.get(ref, timeout=SURVEY_TIMEOUT_S)
             except Exception as error:
                 last = str(error).strip().rpartition("\n")[2]
                 raise ConfigError(
@@ -136,14 +136,14 @@ def join(address: str) -> Cluster:
             "This machine has to be a node of it (`ray start --head`, on others `ray start --address=HOST:PORT`); "
             "--on ray=local starts a Ray on this machine alone"
         ) from error
-    home = ray.get_runtime_context().get_node_id()
+    own_id = ray.get_runtime_context().get_node_id()
     nodes = [
         Node(
             each["NodeID"],
             each["NodeManagerAddress"],
             each["Resources"].get("CPU", 0.0),
             each["Resources"].get("GPU", 0.0),
-            is_launcher_node=each["NodeID"] == home,
+            is_launcher_node=each["NodeID"] == own_id,
         )
         for each in ray.nodes()
         if each["Alive"]
@@ -175,7 +175,7 @@ def gpus_of(nodes: Sequence[Node], facts: Sequence[Facts]) -> list[Gpu]:
     return [gpu for node, each in zip(nodes, facts, strict=True) for gpu in each.gpus[: int(node.gpus)]]
 
 
-def _look(model: str, with_weights: bool) -> Facts:
+def _facts(model: str, with_weights: bool) -> Facts:
     """Run on a node, in a process of Ray's."""
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray's own; this task holds no GPU and looks at all
     try:

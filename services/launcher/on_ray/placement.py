@@ -61,16 +61,16 @@ class Placement:
     """Whether it joins a running pipeline, which goes on without it if it cannot be had."""
 
 
-def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
+def gateway_nodes(requested: str, nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes of `--gateways N|all`, the launcher's first. Raises `ConfigError`."""
     ordered = sorted(nodes, key=lambda node: not node.is_launcher_node)
-    if asked == "all":
+    if requested == "all":
         return ordered
-    if not asked.isdecimal() or int(asked) < 1:
-        raise ConfigError(f"--gateways {asked}: write a number of nodes, or all")
-    if int(asked) > len(nodes):
-        raise ConfigError(f"--gateways {asked}: one a node, and the cluster has {len(nodes)} node(s)")
-    return ordered[: int(asked)]
+    if not requested.isdecimal() or int(requested) < 1:
+        raise ConfigError(f"--gateways {requested}: write a number of nodes, or all")
+    if int(requested) > len(nodes):
+        raise ConfigError(f"--gateways {requested}: one a node, and the cluster has {len(nodes)} node(s)")
+    return ordered[: int(requested)]
 
 
 def with_threads(config: Config, nodes: Sequence[Node], gateways: int) -> Config:
@@ -84,12 +84,12 @@ def with_threads(config: Config, nodes: Sequence[Node], gateways: int) -> Config
     for threads in range(max(1, most), 0, -1):
         groups = tuple(_with(group, group.threads or threads) for group in config.workers)
         settled = msgspec.structs.replace(config, workers=groups)
-        if not _left_over(_demands(settled, nodes, gateways), nodes):
+        if not _unplaced(_demands(settled, nodes, gateways), nodes):
             return settled
     settled = msgspec.structs.replace(
         config, workers=tuple(_with(group, group.threads or 1) for group in config.workers)
     )
-    raise _too_small(_left_over(_demands(settled, nodes, gateways), nodes), nodes)
+    raise _too_small(_unplaced(_demands(settled, nodes, gateways), nodes), nodes)
 
 
 def place(
@@ -97,8 +97,8 @@ def place(
 ) -> list[Placement]:
     """Return a placement for every process of the plan, the gateway's once for each of its nodes. Raises `ConfigError`
     for processes that the cluster could not take even if it were empty."""
-    home = next((node for node in nodes if node.is_launcher_node), None)
-    at_home = home is not None and home.cpus + _TOLERANCE >= sum(SERVICE_CPUS.values())
+    own_node = next((node for node in nodes if node.is_launcher_node), None)
+    fits = own_node is not None and own_node.cpus + _TOLERANCE >= sum(SERVICE_CPUS.values())
     placements = []
     for plan in plans:
         if plan.stage is StopStage.WORKERS:
@@ -107,13 +107,13 @@ def place(
             for index, node in enumerate(gateways):
                 name = GATEWAY if index == 0 else f"{GATEWAY}-{index}"
                 placements.append(_bound(dataclasses.replace(plan, instance=name), node))
-        elif plan.instance not in STANDBY_MANAGERS and home is not None and (at_home or plan.instance == MONITOR):
-            placements.append(_bound(plan, home))
+        elif plan.instance not in STANDBY_MANAGERS and own_node is not None and (fits or plan.instance == MONITOR):
+            placements.append(_bound(plan, own_node))
         else:
             placements.append(Placement(plan, {"CPU": SERVICE_CPUS[plan.folder]}))
     if config.manager.standbys:
         placements = [dataclasses.replace(each, spread=each.plan.folder == "bucketing_manager") for each in placements]
-    missing = _left_over([(each.plan.instance, each.bundle) for each in placements], nodes)
+    missing = _unplaced([(each.plan.instance, each.bundle) for each in placements], nodes)
     if missing:
         raise _too_small(missing, nodes)
     return placements
@@ -148,17 +148,17 @@ def check_possible(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, flo
 
 def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple[str, Mapping[str, float]]]:
     """Return what `place` will request, near enough to choose a number of threads by."""
-    home = next((node for node in nodes if node.is_launcher_node and node.cpus > 0), None)
+    own = next((node for node in nodes if node.is_launcher_node and node.cpus > 0), None)
     services = sum(SERVICE_CPUS.values())
-    bound = {f"node:{home.ip}": _NODE_SHARE} if home is not None and home.cpus >= services else {}
+    bound = {f"node:{own.ip}": _NODE_SHARE} if own is not None and own.cpus >= services else {}
     demands: list[tuple[str, Mapping[str, float]]] = [("the services", {"CPU": services, **bound})]
-    others = [node for node in nodes if node is not home and node.cpus > 0][: max(0, gateways - 1)]
+    others = [node for node in nodes if node is not own and node.cpus > 0][: max(0, gateways - 1)]
     demands += [("a gateway", {"CPU": SERVICE_CPUS["gateway"], f"node:{node.ip}": _NODE_SHARE}) for node in others]
     demands += [("a manager", {"CPU": SERVICE_CPUS["bucketing_manager"]})] * config.manager.standbys
     return demands + [(name, worker_bundle(config, name)) for name in config.instance_roles]
 
 
-def _left_over(
+def _unplaced(
     demands: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequence[Node]
 ) -> list[tuple[str, Mapping[str, float]]]:
     """Return demands that find no node, when bound and large ones choose first, each the node with most left."""
@@ -201,6 +201,6 @@ def _too_small(missing: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequen
 
 def describe_bundle(bundle: Mapping[str, float]) -> str:
     """Format a bundle: 2 CPUs, 1 GPU on 10.0.0.7."""
-    words = [f"{bundle[kind]:g} {kind}{'s' if bundle[kind] != 1 else ''}" for kind in ("CPU", "GPU") if kind in bundle]
+    parts = [f"{bundle[kind]:g} {kind}{'s' if bundle[kind] != 1 else ''}" for kind in ("CPU", "GPU") if kind in bundle]
     where = [kind.removeprefix("node:") for kind in _binding(bundle)]
-    return ", ".join(words or ["a place"]) + (f" on {where[0]}" if where else "")
+    return ", ".join(parts or ["a place"]) + (f" on {where[0]}" if where else "")

@@ -41,12 +41,12 @@ class RayPipeline:
 
     def hosts(self, pipeline: Pipeline) -> Actors:
         key = cluster_key(self.config)
-        desk = str(socket_of(pipeline.files.folder)) if self.config.planner.mode == "act" else ""
+        orders_socket = str(socket_of(pipeline.files.folder)) if self.config.planner.mode == "act" else ""
 
         def order_of(placement: Placement) -> Order:
             plan = placement.plan
             passed = passed_environment(self.config.gateway.api_keys, os.environ) if plan.folder == "gateway" else {}
-            orders_at = desk if plan.instance == MONITOR else ""
+            orders_at = orders_socket if plan.instance == MONITOR else ""
             return Order(plan, self.config.gateway.port, key, passed, placement.added, orders_at)
 
         return Actors(self.cluster.ray, pipeline, self.placements, order_of, self.config)
@@ -61,7 +61,7 @@ def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, work
             f"--gateways {gateways}: on other nodes nobody reaches a gateway that listens on {config.gateway.host}; "
             "--host 0.0.0.0, with API keys or gateway.open=true"
         )
-    facts = cluster.look(model, with_weights=config.model.weights == "files")
+    facts = cluster.survey(model, with_weights=config.model.weights == "files")
     gpus = gpus_of(cluster.nodes, facts)
     config = on_box(config, gpus, workers_given=workers_given, model=model)
     cores = preflight.usable_cores()

@@ -81,7 +81,7 @@ class Template:
         self._process = Child(command, log_file, environment, [theirs.fileno()])
         theirs.close()
         self._ready = asyncio.Event()
-        self._gone = False
+        self._closed = False
         self._serial = 0
         self._forking: dict[int, asyncio.Future[Fork]] = {}
         self._forks: dict[int, Fork] = {}
@@ -97,7 +97,7 @@ class Template:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 await self._ready.wait()
-        if self._gone or not self._ready.is_set():
+        if self._closed or not self._ready.is_set():
             raise TemplateLost("the template of the workers does not run")
         self._serial += 1
         order = {"order": self._serial, "module": module, "arguments": list(arguments), "template": self._process.pid}
@@ -121,8 +121,8 @@ class Template:
         if not data:
             self._lost()
             return
-        said = json.loads(data)
-        match said:
+        message = json.loads(data)
+        match message:
             case {"order": int(order), "pid": int(pid)}:
                 fork = self._forks[pid] = Fork(pid)
                 self._forking.pop(order).set_result(fork)
@@ -133,7 +133,7 @@ class Template:
 
     def _lost(self) -> None:
         """Mark the workers as ended: the kernel kills them with their template."""
-        self._gone = True
+        self._closed = True
         self._ready.set()
         asyncio.get_running_loop().remove_reader(self._orders)
         self._orders.close()

@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    heard: list[Any] = [orders, woken]
+    sources: list[Any] = [orders, woken]
     orders.send(b"{}")  # ready
     while True:
-        readable, _, _ = select.select(heard, [], [])
+        readable, _, _ = select.select(sources, [], [])
         if woken in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(woken, 4096)

@@ -113,7 +113,7 @@ class Bench:
         api = KubernetesApi.of_pod(self.environ, self.folder)
         api = KubernetesApi(api._url, self.folder, call_s=call_s)
         log = structlog.get_logger()
-        return KubernetesOrders(given, api, self.cluster, SystemClock(), log, look_s=0.01, end_s=-29.6)
+        return KubernetesOrders(given, api, self.cluster, SystemClock(), log, poll_s=0.01, end_s=-29.6)
 
     @property
     def replicas(self) -> dict[str, int]:

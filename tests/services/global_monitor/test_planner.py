@@ -206,7 +206,7 @@ def test_to_act_needs_a_launcher_here(tmp_path):
 
 
 async def test_a_launcher_that_does_not_answer_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher_orders, "_BESIDE_S", 0.1)
+    monkeypatch.setattr(launcher_orders, "_OVERHEAD_S", 0.1)
     silent = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "workers.sock")
     (tmp_path / "monitor").mkdir()
     (tmp_path / "monitor" / "workers.sock").symlink_to(tmp_path / "workers.sock")

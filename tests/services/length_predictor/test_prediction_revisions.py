@@ -76,8 +76,8 @@ def test_requests_whose_end_is_never_told_are_forgotten(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "r.npz")
     for index in range(5000):
         rig.opinions.on_predicted(f"r{index}", Prediction(10.0, 9.0, 30.0, 50.0), 100)
-    assert len(rig.opinions._asked) == 4096
-    assert "r0" not in rig.opinions._asked
+    assert len(rig.opinions._in_flight) == 4096
+    assert "r0" not in rig.opinions._in_flight
 
 
 async def test_learned_state_is_saved_when_the_service_ends(tmp_path: Path) -> None:

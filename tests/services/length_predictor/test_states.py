@@ -48,7 +48,7 @@ async def test_states_revise_predictions_from_prompts(tmp_path: Path) -> None:
             length, _ = await request(f"r{index}")
             await asyncio.sleep(0)
             # Worker and gateway have queues of their own; the end of a request comes long after its prompt.
-            while service.second._asked[f"r{index}"].state is None:  # noqa: ASYNC110 - it is on the bus
+            while service.second._in_flight[f"r{index}"].state is None:  # noqa: ASYNC110 - it is on the bus
                 await asyncio.sleep(0)
             gateway.send("predictor", ObserveLength(f"r{index}", facts, length, False))
         length, _ = await request("last")

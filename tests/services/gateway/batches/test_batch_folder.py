@@ -71,13 +71,13 @@ def test_half_written_contents_go_with_the_process_that_wrote_them(tmp_path: Pat
         assert there.stdout is not None and there.stdout.readline() == b"held\n"
         with here.write(f"file-{2:024x}") as own:
             own.write(b"whole")
-            assert here.remove_left_parts() == 0
+            assert here.remove_abandoned_parts() == 0
             there.kill()
             there.wait()
-            assert here.remove_left_parts() == 1
+            assert here.remove_abandoned_parts() == 1
             assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [f"file-{2:024x}.part", "notes.part"]
             own.commit()
-        assert here.remove_left_parts() == 0
+        assert here.remove_abandoned_parts() == 0
         assert here.content(f"file-{2:024x}").read_bytes() == b"whole"
     finally:
         there.kill()

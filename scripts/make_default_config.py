@@ -120,8 +120,8 @@ def _field_comments() -> dict[tuple[str, str], str]:
         for node in ast.parse(source).body:
             for statement in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    beside = comments.get(statement.end_lineno or statement.lineno)
-                    lines = [beside] if beside is not None else _lines_above(statement.lineno, comments)
+                    trailing = comments.get(statement.end_lineno or statement.lineno)
+                    lines = [trailing] if trailing is not None else _lines_above(statement.lineno, comments)
                     if lines:
                         found[node.name, statement.target.id] = " ".join(
                             line.string.lstrip("# ").strip() for line in lines

@@ -127,12 +127,12 @@ def read(name: str) -> Pins:
     return parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def without(pins: Pins, *known: Pins, kept: re.Pattern[str] | None = None) -> Pins:
-    left_out = NOT_OURS.union(*known)
+def without(pins: Pins, *known: Pins, wanted: re.Pattern[str] | None = None) -> Pins:
+    excluded = NOT_OURS.union(*known)
     return {
         name: some
         for name, some in pins.items()
-        if name not in left_out and (not ACCELERATOR.fullmatch(name) or (kept and kept.fullmatch(name)))
+        if name not in excluded and (not ACCELERATOR.fullmatch(name) or (wanted and wanted.fullmatch(name)))
     }
 
 
@@ -155,7 +155,7 @@ def main() -> int:
         # PyTorch for CUDA 13 shares CUDA's bindings with UCX, so one version has to suit both.
         fixed = {**without(every), **({} if options.upgrade else read(cuda)), "torch": torch}
         ucx = resolve(extras, fixed, without_torch=cuda == "ucx12")
-        write(cuda, without(ucx, serve, kept=CUDA_BINDINGS))
+        write(cuda, without(ucx, serve, wanted=CUDA_BINDINGS))
     return 0
 
 

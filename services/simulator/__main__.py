@@ -42,7 +42,7 @@ from cohort.services.simulator.core.traffic import parse_slo
 from cohort.services.simulator.figures.figure import shipped_claims, shipped_reasons
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 from cohort.services.simulator.reproduce import reproduce, reproduction_page
-from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
+from cohort.services.simulator.reproduce.page_numbers import PageNumbers
 
 _PIPED_WIDTH = 140
 _ADVICE_ROWS = 10
@@ -159,7 +159,7 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
     if options.live and live is None:
         raise ConfigError("--live is for `cohort compare`")
     spec = load_spec(options.spec)
-    asked = comparison.cells(
+    cells = comparison.cells(
         spec,
         workloads=_words(options.workloads),
         systems=_words(options.systems),
@@ -171,9 +171,9 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
     )
     others = list(comparison.read_results(Path(options.against)).values()) if options.against else []
     if not options.live:
-        warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _print)
+        warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in cells)], _print)
     file = Path(options.results) if options.results else None
-    results = comparison.run(asked, file, options.jobs, _print, live or measure)
+    results = comparison.run(cells, file, options.jobs, _print, live or measure)
     found = comparison_tables.Comparison(spec.description, comparison.rows(results))
     page = comparison_tables.columns(results, others) if options.live or others else ""
     if "-" not in (options.json, options.markdown):
@@ -191,9 +191,9 @@ def _words(text: str) -> list[str]:
 def run_reproduce(options: argparse.Namespace) -> int:
     figures = reproduce.select(options.paper, options.figure)
     page = Path(options.docs) if options.docs else None
-    kept = KeptNumbers.read(page.with_suffix(".json")) if page is not None else KeptNumbers()
+    numbers = PageNumbers.read(page.with_suffix(".json")) if page is not None else PageNumbers()
     if options.list and page is not None:
-        _console().print(render.reproduction(kept.results(figures)))
+        _console().print(render.reproduction(numbers.results(figures)))
         return 0
     if options.list:
         console = _console()
@@ -207,7 +207,7 @@ def run_reproduce(options: argparse.Namespace) -> int:
     if options.lacking:
         if page is None:
             raise ConfigError("--lacking needs --docs: the page whose rows are looked at")
-        lacking = set(kept.lacking(figures, options.seeds))
+        lacking = set(numbers.lacking(figures, options.seeds))
         figures = [figure for figure in figures if figure.id in lacking]
     results = reproduce.reproduce(
         figures,
@@ -223,9 +223,9 @@ def run_reproduce(options: argparse.Namespace) -> int:
         _console().print(render.reproduction(results))
     if page is not None:
         known = reproduce.all_figures()
-        kept = kept.with_results(results, known)
-        page.with_suffix(".json").write_bytes(kept.encoded())
-        written = reproduction_page.markdown(kept, known, shipped_claims(), shipped_reasons())
+        numbers = numbers.with_results(results, known)
+        page.with_suffix(".json").write_bytes(numbers.encoded())
+        written = reproduction_page.markdown(numbers, known, shipped_claims(), shipped_reasons())
         page.write_text(written, encoding="utf-8")
     return 0
 

@@ -59,18 +59,18 @@ def print_report(report: SimReport, console: Console) -> None:
     console.print(latencies)
     if any(part.slo for part in slices.values()):
         columns = ("kept of sent", "of ended", "TTFT", "TPOT", "deadline", "tokens", "goodput /s", "tokens /s")
-        kept = table("SLOs attained", *columns)
+        attained = table("SLOs attained", *columns)
         for name, part in slices.items():
             if part.slo is not None:
                 p = part.slo
                 shares = (p.kept_of_sent, p.attainment, p.ttft, p.tpot, p.deadline, p.tbt)
-                kept.add_row(
+                attained.add_row(
                     name.strip() or "all",
                     *(f"{share:.1%}" for share in shares),
                     f"{p.goodput_requests_per_s:.2f}",
                     f"{p.goodput_tokens_per_s:.0f}",
                 )
-        console.print(kept)
+        console.print(attained)
     console.print(_instances(report))
     measured = report.measured
     console.print(
@@ -116,7 +116,7 @@ def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -
 
 
 def capacity_line(capacity: Capacity) -> str:
-    tried = ", ".join(f"{rate:.3g}/s {kept:.1%}" for rate, kept in sorted(capacity.tried))
+    tried = ", ".join(f"{rate:.3g}/s {met:.1%}" for rate, met in sorted(capacity.tried))
     if not capacity.rate_per_s:
         return f"capacity: no rate tried keeps {capacity.target:.0%} of the SLOs ({tried})"
     found = f"[bold]{capacity.rate_per_s:.3g}[/bold] requests/s"
@@ -171,9 +171,9 @@ def advice_table(advice: Advice, most: int) -> Table:
 
 def advice_rest(advice: Advice, most: int) -> Iterator[str]:
     """Yield what the table leaves out, and what could not be tried: every reason once."""
-    left = len(advice.trials) - most
-    if left > 0:
-        yield f"{left} more candidates were tried (--all shows them)"
+    hidden = len(advice.trials) - most
+    if hidden > 0:
+        yield f"{hidden} more candidates were tried (--all shows them)"
     for reason, candidates in advice.impossible.items():
         named = ", ".join(dict.fromkeys(candidates))
         yield f"cannot run: {named if len(candidates) <= 3 else f'{len(candidates)} candidates'}: {reason}"
@@ -182,14 +182,14 @@ def advice_rest(advice: Advice, most: int) -> Iterator[str]:
 def recommendation(advice: Advice) -> str:
     best = advice.best
     whole = best.report.overall
-    kept = f"keeps {whole.slo.kept_of_sent:.1%} of the SLOs" if whole.slo else "had no SLO"
+    met = f"keeps {whole.slo.kept_of_sent:.1%} of the SLOs" if whole.slo else "had no SLO"
     capacity = ""
     if best.capacity is not None and best.capacity.rate_per_s:
         capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"
-    said = f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {kept}{capacity} ({escape(advice.why)}).\n"
+    line = f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {met}{capacity} ({escape(advice.why)}).\n"
     if advice.simulated_only:
-        return f"{said}  Simulated only: {escape(advice.simulated_only)}."
-    return f"{said}  {escape(advice.command)}"
+        return f"{line}  Simulated only: {escape(advice.simulated_only)}."
+    return f"{line}  {escape(advice.command)}"
 
 
 def _roles(trial: Trial) -> str:

@@ -32,7 +32,7 @@ from cohort.services.simulator.core.setup import configuration
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic
 from cohort.services.simulator.hardware.data_files import read_yaml
-from cohort.services.simulator.hardware.hardware import Cluster, as_kept
+from cohort.services.simulator.hardware.hardware import Cluster, as_stored
 
 DEFAULT_PRESET = Config().name
 _CHUNKS = (512, 2048)
@@ -40,11 +40,11 @@ _GROUPS = (1, 2, 4, 8)
 _COLUMNS_OF_CODES = 32
 """Columns of an expert in MXFP4 that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
 _PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
-_FIRST_LOOK, _FEWEST = 0.25, 50
+_FIRST_SHARE, _FEWEST = 0.25, 50
 """Share of the requests that a first look replays, and how many at least."""
-_SECOND_LOOKS = 8
+_MAX_WHOLE = 8
 _FINALISTS = 4
-_EQUAL_KEPT, _EQUAL_GOODPUT = 0.005, 0.02
+_EQUAL_MET, _EQUAL_GOODPUT = 0.005, 0.02
 """Candidates this near to the best are as good: one seed says no more."""
 _EQUAL = 0.1
 """The same for capacities, whose search ends there, and for costs."""
@@ -180,9 +180,9 @@ def advise(
         for candidate in _candidates(run, preset, grouped)
     ]
     firsts: list[Tried] = []
-    if len(candidates) > _SECOND_LOOKS:
+    if len(candidates) > _MAX_WHOLE:
         count = len(traffic.workload(options.rate).items)
-        firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_LOOK * count)))
+        firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_SHARE * count)))
         candidates = shortlist([first.candidate for first in firsts])
     trials = distinct(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
     if not trials:
@@ -192,10 +192,10 @@ def advise(
     best, why = choose(trials, {name: found.rate_per_s for name, found in capacities.items()})
     trials.sort(key=lambda trial: trial.candidate is not best)
     seen = {(candidate.preset, candidate.label) for candidate, _ in trials}
-    left = [trial for trial in firsts if (trial.candidate.preset, trial.candidate.label) not in seen]
+    others = [trial for trial in firsts if (trial.candidate.preset, trial.candidate.label) not in seen]
     return Advice(
         [_trial(candidate, report, capacities.get(candidate.label), whole=True) for candidate, report in trials]
-        + [_trial(candidate, report, None, whole=False) for candidate, report in left],
+        + [_trial(candidate, report, None, whole=False) for candidate, report in others],
         run.impossible,
         why,
         command(options, best, model.name),
@@ -241,7 +241,7 @@ def _divides(model: ModelShape, size: int) -> bool:
 def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:
     try:
         config = configuration(run.options, preset)
-        model = as_kept(run.model, config, cluster)
+        model = as_stored(run.model, config, cluster)
         geometry = model.kv_geometry(config.kv.block_size, grouped=groups_layers(config))
         kv_blocks(config, cluster, model, geometry)
         splits = list(_splits(config, cluster.instances))
@@ -279,7 +279,7 @@ def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
     found: list[Candidate] = []
     for candidate in ranked:
         same = [each for each in found if (each.preset, each.cluster) == (candidate.preset, candidate.cluster)]
-        if len(same) < 2 and len(found) < _SECOND_LOOKS:
+        if len(same) < 2 and len(found) < _MAX_WHOLE:
             found.append(candidate)
     default = next((each for each in ranked if each.preset == DEFAULT_PRESET), None)
     return found if default is None or default in found else [*found, default]
@@ -308,10 +308,10 @@ def _options_of(preset: str) -> int:
 
 def as_good(trials: Sequence[Tried]) -> list[Tried]:
     """Return the trials that the best one does not beat by more than one seed can show."""
-    kept, goodput, _ = _merit(trials[0].report)
+    met, goodput, _ = _merit(trials[0].report)
     merits = [(trial, _merit(trial.report)) for trial in trials]
-    least_kept, least_goodput = kept - _EQUAL_KEPT, goodput * (1.0 - _EQUAL_GOODPUT)
-    return [trial for trial, merit in merits if merit[0] >= least_kept and merit[1] >= least_goodput]
+    least_met, least_goodput = met - _EQUAL_MET, goodput * (1.0 - _EQUAL_GOODPUT)
+    return [trial for trial, merit in merits if merit[0] >= least_met and merit[1] >= least_goodput]
 
 
 def final(trials: Sequence[Tried]) -> list[Tried]:
@@ -327,21 +327,21 @@ def final(trials: Sequence[Tried]) -> list[Tried]:
 def choose(trials: Sequence[Tried], capacities: dict[str, float]) -> tuple[Candidate, str]:
     """Choose among those that are as good as the best and whose capacity is known: by capacity, then cost, then
     simplicity. Return the reason, too."""
-    left = [trial for trial in as_good(trials) if trial.candidate.label in capacities]
+    known = [trial for trial in as_good(trials) if trial.candidate.label in capacities]
     others = len(as_good(trials)) - 1
     if not others:
-        return left[0].candidate, "no other candidate keeps as much"
-    said = f"{others} other{'s' if others > 1 else ''} as good here; it has "
-    most = max(capacities[candidate.label] for candidate, _ in left)
-    able = [trial for trial in left if capacities[trial.candidate.label] >= (1.0 - _EQUAL) * most]
+        return known[0].candidate, "no other candidate keeps as much"
+    why = f"{others} other{'s' if others > 1 else ''} as good here; it has "
+    most = max(capacities[candidate.label] for candidate, _ in known)
+    able = [trial for trial in known if capacities[trial.candidate.label] >= (1.0 - _EQUAL) * most]
     if len(able) == 1:
-        return able[0].candidate, said + "the highest capacity"
+        return able[0].candidate, why + "the highest capacity"
     least = min(_cost(report) for _, report in able)
     cheap = [trial for trial in able if _cost(trial.report) <= (1.0 + _EQUAL) * least]
     if len(cheap) == 1:
-        return cheap[0].candidate, said + "no less capacity, and computes least"
+        return cheap[0].candidate, why + "no less capacity, and computes least"
     simplest = min(cheap, key=lambda trial: trial.candidate.simplicity).candidate
-    return simplest, said + "no less capacity, costs no more and is simplest"
+    return simplest, why + "no less capacity, costs no more and is simplest"
 
 
 def command(options: argparse.Namespace, best: Candidate, model: str) -> str:
@@ -370,9 +370,9 @@ def _cost(report: SimReport) -> float:
 
 def _merit(report: SimReport) -> tuple[float, float, float]:
     whole = report.overall
-    kept = round(whole.slo.kept_of_sent, 3) if whole.slo else 0.0
+    met = round(whole.slo.kept_of_sent, 3) if whole.slo else 0.0
     goodput = whole.slo.goodput_tokens_per_s if whole.slo else whole.output_tokens_per_s
-    return (kept, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))
+    return (met, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))
 
 
 def _nothing_runs(impossible: dict[str, list[str]]) -> str:

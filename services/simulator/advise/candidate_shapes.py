@@ -27,7 +27,7 @@ from cohort.services.simulator.core.cluster import Measured, SimCluster
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster, load_link
 
-_PATIENCE_S = 120.0
+_TAIL_S = 120.0
 """Time after the last arrival; what has not ended by then is late by any measure."""
 _LINKS = {"cpu": "shm-shared", "gpu": "pcie4"}
 """KV transfer is not measured by workers: between processes of one box."""
@@ -45,12 +45,12 @@ def foresee(
     found: list[Foreseen] = []
     least, judged = 0.0, len(job.requests) - job.judged_from
     for shape in job.shapes:
-        kept, cost = not found or shape in job.keep, job.worker_cost * shape.devices
+        needed, cost = not found or shape in job.keep, job.worker_cost * shape.devices
         spare = 1.0 - cost - least
-        if not kept and spare <= 0.0:
+        if not needed and spare <= 0.0:
             continue
         try:
-            timings = replay(job, shape, config, model, late_below=inf if kept else spare * judged, spent=spent)
+            timings = replay(job, shape, config, model, late_below=inf if needed else spare * judged, spent=spent)
         except TooManyLate:
             continue
         except ConfigError:
@@ -65,8 +65,8 @@ def foresee(
 
 def _share(job: Job, timings: Sequence[Timing]) -> float:
     pairs = list(zip(job.requests, timings, strict=True))[job.judged_from :]
-    kept = [in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs]
-    return sum(kept) / len(kept) if kept else 1.0
+    met = [in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs]
+    return sum(met) / len(met) if met else 1.0
 
 
 class TooManyLate(Exception):
@@ -102,7 +102,7 @@ def replay(
 
     cluster = live_cluster(config, len(degrees), job.cores, job.threads)
     last_s = job.requests[-1].at_s if job.requests else 0.0
-    options = SimOptions(horizon_s=last_s + _PATIENCE_S, if_late="")
+    options = SimOptions(horizon_s=last_s + _TAIL_S, if_late="")
     sim = SimCluster(config, cluster, model, workload_of(job, config), options, shape.roles, measured=measured)
     sim.clients.on_end = ended
     try:

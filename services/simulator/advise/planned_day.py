@@ -84,7 +84,7 @@ class Tally:
 
     best_effort_s: float
     sent: int = 0
-    kept: int = 0
+    met: int = 0
     late: int = 0
     device_s: float = 0.0
     _since_s: float = 0.0
@@ -92,8 +92,8 @@ class Tally:
 
     def ended(self, live: InFlight, finished: bool) -> None:
         timing = timing_of(live) if finished else Timing()
-        kept = in_time(live.item.slo, timing, self.best_effort_s)
-        self.kept, self.late = self.kept + kept, self.late + (not kept)
+        met = in_time(live.item.slo, timing, self.best_effort_s)
+        self.met, self.late = self.met + met, self.late + (not met)
 
     def devices(self, now_s: float, count: int) -> None:
         """Count `count` devices from now on."""
@@ -102,7 +102,7 @@ class Tally:
 
     def row(self, name: str, end_s: float, cost: float) -> DayRow:
         self.devices(end_s, self._devices)
-        share, mean = self.kept / max(1, self.sent), self.device_s / max(1e-9, end_s)
+        share, mean = self.met / max(1, self.sent), self.device_s / max(1e-9, end_s)
         return DayRow(name, self.sent, share, mean, share - cost * mean)
 
     @property
@@ -221,15 +221,15 @@ class PlannedCluster:
             self._next[role] = number + 1
             self.sim.add_worker(f"{role.value}-{number}", role)
         leaving = self._leaving([role for role, _ in drain])
-        left = set(leaving)
+        remaining = set(leaving)
 
-        def gone(name: InstanceId) -> None:
-            left.discard(name)
-            if not left:
+        def removed(name: InstanceId) -> None:
+            remaining.discard(name)
+            if not remaining:
                 self._settled(after)
 
         for name in leaving:
-            self.sim.drain_worker(name, self._drain_s, partial(gone, name))
+            self.sim.drain_worker(name, self._drain_s, partial(removed, name))
         if not leaving:
             self._settled(after)
 

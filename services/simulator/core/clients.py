@@ -282,8 +282,8 @@ class TraceClients:
             if not self._expects(live, row) or (self._uses_draft_model and not row.drafts):
                 continue
             # The answer's last token is the end token, which no draft has.
-            left = max(0, live.output_tokens - sequence.output_tokens - 1)
-            right = min(left, self._acceptance.right(live.index, known, max(1, row.drafts)))
+            remaining = max(0, live.output_tokens - sequence.output_tokens - 1)
+            right = min(remaining, self._acceptance.right(live.index, known, max(1, row.drafts)))
             judged.append(Drafted(sequence.key, max(1, row.drafts), right, computed=row.drafts > 0, source=source))
         return judged
 
@@ -307,7 +307,7 @@ class TraceClients:
                     sampled.append(Sampled(key, STOP_TOKEN if last else OUTPUT_TOKEN))
         return sampled
 
-    def fewest_left(self, rows: Iterable[Row]) -> int:
+    def fewest_remaining(self, rows: Iterable[Row]) -> int:
         """Return how many output tokens the row with fewest of them still samples."""
         return min([self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows])
 
@@ -354,8 +354,8 @@ class TraceClients:
             worker, updates, times_s = self._under_way.popleft()
             count = bisect_right(times_s, horizon_s)
             if count:
-                heard = [msgspec.structs.replace(update, tokens=update.tokens[:count]) for update in updates]
-                self._deliver_repeated(worker, TokenBatch(worker.name, heard), times_s[:count])
+                received = [msgspec.structs.replace(update, tokens=update.tokens[:count]) for update in updates]
+                self._deliver_repeated(worker, TokenBatch(worker.name, received), times_s[:count])
 
     def _deliver_next(self) -> None:
         worker, updates, times_s = self._under_way.popleft()  # all travel equally long: in the order they were sent

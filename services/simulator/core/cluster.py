@@ -39,10 +39,10 @@ from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.tally import WallTime, WorkerTally, timed
 from cohort.services.simulator.hardware.acceptance import Acceptance
 from cohort.services.simulator.hardware.draft_price import DraftPrice, Holds, MeasuredPrice, ModelledPrice
-from cohort.services.simulator.hardware.hardware import Cluster, as_kept
+from cohort.services.simulator.hardware.hardware import Cluster, as_stored
 from cohort.services.simulator.hardware.simulated_network import SimNetwork
 
-_DRAIN_LOOK_S = 0.1
+_DRAIN_POLL_S = 0.1
 _SETTLING_S = 4.0
 """Virtual time before the first arrival, in which processes meet."""
 # The shapes of a simulated profile.
@@ -86,7 +86,7 @@ class SimCluster:
         else:  # nothing is ever expected, so nothing is drafted, and steps that repeat are one
             speculation = msgspec.structs.replace(config.speculation, mode="off")
         config = msgspec.structs.replace(config, speculation=speculation)
-        model = as_kept(model, config, cluster)
+        model = as_stored(model, config, cluster)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
         parts = [cluster.of(number) for number in range(cluster.instances)]
@@ -155,7 +155,7 @@ class SimCluster:
         self.engine = CostEngine(self.virtual, self.clients, cluster, self.costs, self.geometry, config, options)
         self.virtual.clients, self.virtual.engine = self.clients, self.engine
         self._arrivals = iter(workload.items)
-        self._arrivals_left = True
+        self._more_arrivals = True
         self._users = [(part, ClosedLoopUsers(part)) for part in workload.closed_loop]
         self._parts_to_start = len(self._users)
         self.virtual.start()
@@ -202,25 +202,25 @@ class SimCluster:
         self.roles[name] = role
         self.virtual.start_worker(name)
 
-    def drain_worker(self, name: InstanceId, longest_s: float, gone: Callable[[], None]) -> None:
+    def drain_worker(self, name: InstanceId, longest_s: float, on_removed: Callable[[], None]) -> None:
         """Drain a worker as a live one: it takes nothing new, and ends when idle, or after `longest_s`."""
         worker = self.virtual.nodes[name]
         self.virtual.feed(worker, DrainStarted())
         deadline_s = self.events.now_s + longest_s
 
-        def look() -> None:
+        def poll() -> None:
             if not worker.machine.idle and self.events.now_s < deadline_s:
-                self.events.at(self.events.now_s + _DRAIN_LOOK_S, look)
+                self.events.at(self.events.now_s + _DRAIN_POLL_S, poll)
                 return
             self.virtual.feed(worker, DrainEnded())
-            self.events.at(self.events.now_s + _DRAIN_LOOK_S, end)  # once its last word has arrived
+            self.events.at(self.events.now_s + _DRAIN_POLL_S, end)  # once its last message has arrived
 
         def end() -> None:
             self.virtual.kill(name)
             del self.roles[name]
-            gone()
+            on_removed()
 
-        look()
+        poll()
 
     def _begin_counting(self) -> None:
         """Count from now on: the warm-up is over."""
@@ -233,7 +233,7 @@ class SimCluster:
             worker.tally = WorkerTally.begin(worker.machine.counters, int(kv.get("allocation_failures_total", 0)))
 
     def _done(self) -> bool:
-        return not self._arrivals_left and not self._parts_to_start and not self.clients.live
+        return not self._more_arrivals and not self._parts_to_start and not self.clients.live
 
     def _time(self, node: Node) -> None:
         name = "worker" if isinstance(node, SimWorker) else node.name
@@ -253,7 +253,7 @@ class SimCluster:
     def _next_arrival(self) -> None:
         item = next(self._arrivals, None)
         if item is None:
-            self._arrivals_left = False
+            self._more_arrivals = False
         else:
             self.events.at(item.arrival_s, self._arrive_and_next, item)
 

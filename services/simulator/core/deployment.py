@@ -162,20 +162,20 @@ def kv_blocks(
     worker: a `draft` model has its KV under the same block ids. Raises `ConfigError` when the model does not fit."""
     devices = cluster.tensor_parallel
     total = devices * (cluster.device.memory_bytes - cluster.device_reserve_bytes) // cluster.workers_per_device
-    left = total - model.weights_total_bytes - (0 if draft is None else draft.weights_total_bytes)
-    if left <= 0:
+    free = total - model.weights_total_bytes - (0 if draft is None else draft.weights_total_bytes)
+    if free <= 0:
         raise ConfigError(
             f"cluster {cluster.name}: tensor_parallel: {model.name} has {model.weights_total_bytes / 1e9:.1f} GB of "
             f"weights, {devices} x {cluster.device.name} hold {total / 1e9:.1f} GB"
         )
     kv = config.kv
-    memory = kv.cpu_bytes if cluster.cpu else kv.memory_bytes or int(kv.memory_fraction * left)
+    memory = kv.cpu_bytes if cluster.cpu else kv.memory_bytes or int(kv.memory_fraction * free)
     drafted_bytes = 0 if draft is None else draft.kv_geometry(geometry.block_size).block_bytes
     block_bytes = geometry.block_bytes * model.kv_copies(devices)
     blocks = memory // (block_bytes + drafted_bytes)
-    if blocks < 2 or memory > left:
+    if blocks < 2 or memory > free:
         raise ConfigError(
-            f"cluster {cluster.name}: {memory / 1e9:.2f} GB for the KV cache of {model.name} ({left / 1e9:.2f} GB are "
+            f"cluster {cluster.name}: {memory / 1e9:.2f} GB for the KV cache of {model.name} ({free / 1e9:.2f} GB are "
             f"left beside the weights, a block is {block_bytes / 1e6:.2f} MB): change kv.memory_bytes or "
             "tensor_parallel"
         )

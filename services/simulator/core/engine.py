@@ -54,7 +54,7 @@ class PlanCost(msgspec.Struct, frozen=True):
     padded_tokens: int
     copied_bytes: int
     """Bytes copied before the rows."""
-    beside_bytes: int = 0
+    concurrent_bytes: int = 0
     """Bytes copied while the rows are computed (R12)."""
 
 
@@ -147,11 +147,11 @@ class CostEngine:
         stages, proposed = not self._cluster.of(worker.number).cpu, self._clients.proposed
         cost = plan_cost(plan, self._geometry, device_stages=stages, proposed=proposed)
         model = self._costs[worker.number]
-        beside_s = model.swap_s(cost.beside_bytes)
+        concurrent_s = model.swap_s(cost.concurrent_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work)
         step_s *= self._factor(worker, 0, step_s if cost.work.pairs else 0.0)
-        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s) + worker.blocked_s
+        latency_s = model.swap_s(cost.copied_bytes) + max(step_s, concurrent_s) + worker.blocked_s
         worker.blocked_s = 0.0
         worker.drafting_share, worker.step_share = 0.0, 1.0
         if worker.draft_price is not None and plan.watched:
@@ -257,12 +257,12 @@ class CostEngine:
         if self._shares:
             self._share_cores()
         step_s, drafting_s = latency_s * worker.step_share, latency_s * worker.drafting_share
-        behind, worker.queued_step = worker.queued_step, None
+        queued, worker.queued_step = worker.queued_step, None
         if self._plans_ahead:
             worker.step_ends.note(plan, step_s)
         self._virtual.feed(worker, StepEnded(sampled, step_s, drafts=drafts, drafting_s=drafting_s))
-        if behind is not None and worker.alive:
-            self._begin(worker, behind.plan)
+        if queued is not None and worker.alive:
+            self._begin(worker, queued.plan)
 
     def _factor(self, worker: SimWorker, ahead: int, prompts_s: float = 0.0) -> float:
         """Return the scatter of the step `ahead` after the one in flight. `prompts_s`: its time, if it has prompts."""
@@ -292,7 +292,7 @@ class CostEngine:
         tally.rows += cost.work.rows
         tally.useful_tokens += cost.useful_tokens
         tally.padded_tokens += cost.padded_tokens
-        tally.swapped_bytes += cost.copied_bytes + cost.beside_bytes
+        tally.swapped_bytes += cost.copied_bytes + cost.concurrent_bytes
         tally.decode_steps += worker.aligned_batches > 0
         tally.mixed_steps += worker.aligned_batches > 1
 
@@ -306,15 +306,15 @@ class CostEngine:
         tally.kv_used_sum += used
         tally.kv_used_peak = max(tally.kv_used_peak, used)
         held = worker.machine.state.held  # what waits has nothing written
-        here = [held[key].sequence for key in kv.holders() if key in held]
-        written = sum([sequence.computed for sequence in here if sequence.phase is not Phase.SWAPPED])
+        resident = [held[key].sequence for key in kv.holders() if key in held]
+        written = sum([sequence.computed for sequence in resident if sequence.phase is not Phase.SWAPPED])
         tally.kv_filled_sum += written / max(1, self._geometry.positions(kv.total_blocks))
 
     # -- running ahead ---------------------------------------------------------------------------------------------
 
     def _fast_forward(self, worker: SimWorker, plan: IterationPlan, cost: PlanCost) -> None:
         """Append the steps that repeat this one. A sequence's last token is a step of its own."""
-        wanted = min(self._clients.fewest_left(plan.rows) - 1, MAX_FAST_FORWARD)
+        wanted = min(self._clients.fewest_remaining(plan.rows) - 1, MAX_FAST_FORWARD)
         if wanted < 1:
             return
         ahead = worker.fast_forward.fitting_repetitions(wanted)
@@ -354,8 +354,8 @@ class CostEngine:
 
     def _deliver_tokens(self, worker: SimWorker) -> None:
         """Deliver the tokens of steps that were run ahead, as late as their last one."""
-        delay_s, said_s = self._cluster.control_latency_s, worker.undelivered_s
-        times_s = [end_s + delay_s for end_s in said_s]
+        delay_s, sampled_s = self._cluster.control_latency_s, worker.undelivered_s
+        times_s = [end_s + delay_s for end_s in sampled_s]
         worker.undelivered_s = []
         self._clients.repeated(worker, worker.machine.plan_in_flight.rows, times_s, self._events.now_s + delay_s)
 
@@ -437,15 +437,15 @@ def plan_cost(
     sampled += plan.ended_rows
     decode_rows += plan.ended_rows
     decode_context += plan.ended_context
-    copied = beside = 0
+    copied = concurrent = 0
     staged = device_stages and bool(plan.copies) and can_overlap(plan.copies, geometry)
     for copy in plan.copies:
         size = copy.bytes_of(geometry)
         if copy.concurrent or staged:
-            beside += size
+            concurrent += size
         else:
             copied += size
     work = StepWork(
         tokens, len(plan.rows) + plan.ended_rows, sampled, pairs, prefill_context, decode_rows, decode_context, longest
     )
-    return PlanCost(work, useful, tokens - useful, copied, beside)
+    return PlanCost(work, useful, tokens - useful, copied, concurrent)

@@ -50,12 +50,12 @@ def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
     )
 
 
-def warn_of_old_profiles(clusters: Sequence[Cluster], tell: Callable[[str], None]) -> None:
+def warn_of_old_profiles(clusters: Sequence[Cluster], warn: Callable[[str], None]) -> None:
     """Report profiles that are older than the code."""
     parts = {part.device.name: part for cluster in clusters for part in (cluster.parts or (cluster,))}
     for name, part in parts.items():
         for line in profile_note.warnings(name, part.profile):
-            tell(f"warning: {line}")
+            warn(f"warning: {line}")
 
 
 def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:

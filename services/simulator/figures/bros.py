@@ -229,7 +229,7 @@ def _of_model(shape: str, other: str, model: str) -> list[Figure]:
     note = "paper: its mean of all models"
     return [
         row(f"10-model-latency-{name}", *about, _LATENCY, "%", 0.0, latency, kind=Kind.LESS),
-        row(f"10-model-be-{name}", *about, _SERVED, "%", mean, served, note, Standing.BESIDE),
+        row(f"10-model-be-{name}", *about, _SERVED, "%", mean, served, note, Standing.UNCOMPARED),
     ]
 
 
@@ -306,7 +306,7 @@ FIGURES: tuple[Figure, ...] = (
         math.nan,
         _recomputed,
         "the paper prints none",
-        Standing.BESIDE,
+        Standing.UNCOMPARED,
     ),
     _overhead("opt-13b", 9.52),
     _overhead("opt-30b", 8.42),

@@ -184,8 +184,8 @@ def _splits(name: str, size: str = "") -> Figure:
 
     id_, workload = f"splits-8-{size.lower() + '-' if size else ''}{name}", f"{size or '14B'}, {_NAMES[name]}"
     note = "of the requests placed; the paper prints no number"
-    beside = Standing.BESIDE
-    return _row(id_, workload, "itself", "requests split", "%", math.nan, measure, note, beside, where="Fig. 8")
+    standing = Standing.UNCOMPARED
+    return _row(id_, workload, "itself", "requests split", "%", math.nan, measure, note, standing, where="Fig. 8")
 
 
 # -- §6.6 ------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
     anchored, traced_ = "the paper's answers: its goodput over its capacity", "answers of the traces, twice as long"
     of = _SHORT[preset]
 
-    def goodput_there(lab: Lab) -> float:  # at its own capacity, as the paper's two numbers go together
+    def goodput_at_capacity(lab: Lab) -> float:  # at its own capacity, as the paper's two numbers go together
         return goodput_at(lab, preset, HYBRID, _capacity(lab, preset, HYBRID))
 
     def row(
@@ -315,7 +315,7 @@ def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
 
     return [
         row("requests", capacity_, rates, per_s, lambda lab: _capacity(lab, preset, HYBRID), anchored, True),
-        row("tokens", "goodput", tokens, goodput, goodput_there, anchored, True),
+        row("tokens", "goodput", tokens, goodput, goodput_at_capacity, anchored, True),
         row("capacity", capacity_, rates, per_s, lambda lab: _capacity(lab, preset, "hybrid"), traced_),
         row(
             "capacity-eager",

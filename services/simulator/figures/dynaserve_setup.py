@@ -7,8 +7,8 @@ Choices that the paper leaves open, made here for all systems alike:
     mixing       iterations with prompts and decodes take `MIXED_SHARE` longer, fitted to Table 1 (`baselines`)
     capacity     the highest Poisson rate at which 99 % of the requests have no gap beyond 100 ms (so the paper counts
                  it: 1 % of requests may violate the bound), with a median TTFT of at most 2 s (Sarathi-Serve's
-                 bound on the scheduling delay, whose definition of capacity the paper follows), and `_KEPT_UP` of what
-                 arrives finished at the rate it arrives
+                 bound on the scheduling delay, whose definition of capacity the paper follows), and `_MIN_FINISHED` of
+                 what arrives finished at the rate it arrives
     colocated    `baseline-chunked-prefill`, instances in turn, the best of the chunks 256 … 2,048 for each workload
     disaggregated  `baseline-distserve` with recomputation, 1P + 1D
     routing      DynaServe chooses the pair by load, as its preset does; the paper routes round-robin
@@ -51,7 +51,7 @@ from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 _WITHIN_BOUND = 0.99
 """Share of ended requests without a gap beyond their bound."""
 _TTFT_MS = 2000.0
-_KEPT_UP = 0.8
+_MIN_FINISHED = 0.8
 """Coarse: a window cuts answers at both ends, and rates below it grow without end within the window."""
 _CHUNKS = (256, 512, 1024, 2048)
 _STEP = 1.07
@@ -221,7 +221,7 @@ def within_per_s(report: SimReport) -> float:
 def keeps_up(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL) -> bool:
     overall = run(lab, system, name, rate, scale).overall
     slo, ttft = overall.slo, overall.ttft_ms
-    if slo is None or ttft is None or overall.finished < _KEPT_UP * overall.sent:
+    if slo is None or ttft is None or overall.finished < _MIN_FINISHED * overall.sent:
         return False
     return slo.gaps >= _WITHIN_BOUND and ttft.p50 <= _TTFT_MS
 

@@ -75,14 +75,14 @@ def _part(part: str, metric: str, *, saturated: bool = False) -> Figure:
     name = {"full": "EcoServe", "forecast": "EcoServe by forecast"}.get(part, f"EcoServe-{part}")
     of = "tokens" if metric == _TOKENS else metric.lower()
     paper, to = _OF_PARTS.get(metric, {}).get("full" if part == "forecast" else part, (math.nan, None))
-    said = (
+    notes = (
         "where EcoServe saturates; no request overtakes one that is overdue by 30 s" if saturated else "",
         "paper: of EcoServe" if part == "forecast" else "",
         "the paper prints none" if math.isnan(paper) else "",
     )
     standing = Standing.READING if part == "forecast" or saturated else Standing.CLAIM
-    standing = Standing.BESIDE if math.isnan(paper) else standing
-    id_, note = f"11-{of}-{part.lower()}{'' if saturated else '-printed'}", "; ".join(text for text in said if text)
+    standing = Standing.UNCOMPARED if math.isnan(paper) else standing
+    id_, note = f"11-{of}-{part.lower()}{'' if saturated else '-printed'}", "; ".join(text for text in notes if text)
     return _row(id_, _ALL, f"{name} against vLLM", metric, "x", paper, measure, note, standing, paper_to=to)
 
 
@@ -137,7 +137,7 @@ def _spared_of(preset: str, data: str) -> Figure:
 
     id_, note = f"1d-failures-{SHORT[preset]}-{data}", "the paper prints their mean"
     workload = f"{NAMES[data]}, OPT-13B"
-    return _row(id_, workload, preset, _SPARED, "%", math.nan, measure, note, Standing.BESIDE)
+    return _row(id_, workload, preset, _SPARED, "%", math.nan, measure, note, Standing.UNCOMPARED)
 
 
 def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], paper: float, note: str = "") -> Figure:
@@ -164,7 +164,7 @@ def _filled_figure(
         reports = [printed(lab, preset, data, PARTS[part]) for data in NAMES]
         return 100.0 * sum(report.instances[0].kv_filled for report in reports) / len(reports)
 
-    note, standing = ("the paper prints no number", Standing.BESIDE) if math.isnan(paper) else ("", Standing.CLAIM)
+    note, standing = ("the paper prints no number", Standing.UNCOMPARED) if math.isnan(paper) else ("", Standing.CLAIM)
     return _row(f"1-kv-{id_}", _ALL, system, "KV slots filled", "%", paper, measure, note, standing, paper_to=paper_to)
 
 
@@ -207,7 +207,7 @@ def _spread(option: str, data: str) -> Figure:
 
     note, metric = "the paper prints its sweeps as curves without numbers", f"JCT at the worst {option} over the best"
     id_, workload = f"12-{option}-{data}-spread", f"{NAMES[data]}, OPT-13B"
-    return _row(id_, workload, "itself", metric, "x", 1.0, measure, note, Standing.BESIDE)
+    return _row(id_, workload, "itself", metric, "x", 1.0, measure, note, Standing.UNCOMPARED)
 
 
 # -- Fig. 10 ---------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ FIGURES: tuple[Figure, ...] = (
     *(_part(part, metric) for metric in _OF_PARTS for part in _PARTS),
     *(_part(part, metric, saturated=True) for metric in _OF_PARTS for part in _PARTS),
     _anchor(ECOSERVE, 141.0, "the time of an iteration is chosen by it; paper: over all models", Standing.ANCHOR),
-    _anchor(VLLM, math.nan, "the paper prints none", Standing.BESIDE),
+    _anchor(VLLM, math.nan, "the paper prints none", Standing.UNCOMPARED),
     *(_part(part, _TOKENS) for part in _PARTS),
     _spared_figure("-vllm", VLLM, VLLM, 26.0, {}, oracle=False),
     _spared_figure("-fastgen", FASTGEN, FASTGEN, 33.0, {}, oracle=False),

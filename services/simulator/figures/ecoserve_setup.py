@@ -250,5 +250,5 @@ def attainment(lab: Lab, case: Case) -> float:
     idle = run_at(lab, Case(ECOSERVE, case.data, oracle=True), _IDLE_PER_S[case.data]).overall
     slo = (mean_ms(idle.ttft_ms) / 1e3, mean_ms(idle.tpot_ms) / 1e3)
     rate = CALM * sustained(lab, Case(ECOSERVE, case.data))
-    kept = run_at(lab, replace(case, slo=slo), rate).overall.slo
-    return kept.kept_of_sent if kept is not None else math.nan
+    slo_report = run_at(lab, replace(case, slo=slo), rate).overall.slo
+    return slo_report.kept_of_sent if slo_report is not None else math.nan

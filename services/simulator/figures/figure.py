@@ -49,11 +49,11 @@ class Standing(enum.Enum):
     ANCHOR = enum.auto()
     """A number that the paper prints, by which a parameter that it does not print was chosen: whether ours is near says
     how well that could be done, and nothing of what was claimed."""
-    BESIDE = enum.auto()
+    UNCOMPARED = enum.auto()
     """The paper prints nothing to compare it with."""
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _StoredRun(msgspec.Struct, frozen=True):
     key: str
     asked: bool
     """Whether the seed had a part in it."""
@@ -71,13 +71,13 @@ class Lab:
     chosen_seed: int = 0
     scatter: float | None = None
     folder: Path | None = None
-    _done: dict[Hashable, _Kept] = field(default_factory=dict)
-    _asked: bool = False
+    _done: dict[Hashable, _StoredRun] = field(default_factory=dict)
+    _used_seed: bool = False
 
     @property
     def seed(self) -> int:
         """Seed of workloads and of everything else that is drawn in a run."""
-        self._asked = True
+        self._used_seed = True
         return self.chosen_seed
 
     def options(self, **given: Any) -> SimOptions:
@@ -85,29 +85,29 @@ class Lab:
 
     def run(self, key: Hashable, simulation: Callable[[], SimReport]) -> SimReport:
         if key not in self._done:
-            self._done[key] = self._kept(key) or self._ran(key, simulation)
-        self._asked |= self._done[key].asked
+            self._done[key] = self._stored(key) or self._ran(key, simulation)
+        self._used_seed |= self._done[key].asked
         return self._done[key].report
 
-    def _ran(self, key: Hashable, simulation: Callable[[], SimReport]) -> _Kept:
-        before, self._asked = self._asked, False
+    def _ran(self, key: Hashable, simulation: Callable[[], SimReport]) -> _StoredRun:
+        before, self._used_seed = self._used_seed, False
         report = simulation()
-        found = _Kept(repr(key), self._asked, report)
-        self._asked = before
+        found = _StoredRun(repr(key), self._used_seed, report)
+        self._used_seed = before
         if self.folder is not None:  # whole or not at all: other processes read the folder
             self.folder.mkdir(parents=True, exist_ok=True)
             write_private(self._path(self.folder, key), msgspec.msgpack.encode(found))
         return found
 
-    def _kept(self, key: Hashable) -> _Kept | None:
+    def _stored(self, key: Hashable) -> _StoredRun | None:
         """Return a stored run. None: not stored, or of an earlier form."""
         if self.folder is None:
             return None
         try:
-            kept = msgspec.msgpack.decode(self._path(self.folder, key).read_bytes(), type=_Kept)
+            stored = msgspec.msgpack.decode(self._path(self.folder, key).read_bytes(), type=_StoredRun)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
-        return kept if kept.key == repr(key) else None
+        return stored if stored.key == repr(key) else None
 
     def _path(self, folder: Path, key: Hashable) -> Path:
         """Name the file of a run by a digest. A folder belongs to one version of the code."""
@@ -116,8 +116,8 @@ class Lab:
 
     def measured(self, measure: Callable[[Lab], float]) -> tuple[float, bool]:
         """Measure a number. Return it, and whether the seed had a part in it."""
-        self._asked = False
-        return float(measure(self)), self._asked
+        self._used_seed = False
+        return float(measure(self)), self._used_seed
 
 
 @dataclass(frozen=True, slots=True)

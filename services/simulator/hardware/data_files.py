@@ -42,21 +42,21 @@ def names(folder: str) -> list[str]:
     return sorted({path.stem for base in (CONFIGS_DIR, user_folder()) for path in (base / folder).glob("*.yaml")})
 
 
-def locate(name: str, folder: str, beside: Path | None = None) -> Path | None:
-    """Find the file of a name; None without one. `beside`: a file whose neighbours count, too, as a cluster that was
+def locate(name: str, folder: str, near: Path | None = None) -> Path | None:
+    """Find the file of a name; None without one. `near`: a file whose neighbours count, too, as a cluster that was
     written with `--to` names its device. Raises `ConfigError` where two files have the name."""
     file = f"{name.lower()}.yaml"
     found = [base / folder / file for base in (CONFIGS_DIR, user_folder()) if (base / folder / file).is_file()]
     if len(found) > 1:
         raise ConfigError(f"two {folder} are named {name!r}: {found[0]} and {found[1]}; rename or remove the second")
-    if not found and beside is not None and (beside.parent.parent / folder / file).is_file():
-        found = [beside.parent.parent / folder / file]
+    if not found and near is not None and (near.parent.parent / folder / file).is_file():
+        found = [near.parent.parent / folder / file]
     return found[0] if found else None
 
 
-def mapping(name: str, folder: str, beside: Path | None = None) -> dict[str, Any]:
+def mapping(name: str, folder: str, near: Path | None = None) -> dict[str, Any]:
     """Read a named file, or a file by its path. Raises `ConfigError`."""
-    path = Path(name) if Path(name).is_file() else locate(name, folder, beside)
+    path = Path(name) if Path(name).is_file() else locate(name, folder, near)
     if path is None:
         known = ", ".join(names(folder))
         raise ConfigError(f"no {folder[:-1]} named {name!r}; there are: {known} (or a YAML file)")

@@ -240,8 +240,8 @@ class Cluster(msgspec.Struct, frozen=True):
         reading, others = sum(share for *_, share in engines), len(engines) - 1
 
         def contended(share: float) -> float:
-            beside = others * (self.core_contention + self.cache_contention * share)
-            return 1.0 + running * (beside + self.memory_contention * share * (reading - share))
+            slowing = others * (self.core_contention + self.cache_contention * share)
+            return 1.0 + running * (slowing + self.memory_contention * share * (reading - share))
 
         return [wait * contended(share) for wait, (*_, share) in zip(waits, engines, strict=True)]
 
@@ -312,7 +312,7 @@ def load_model(name: str) -> ModelShape:
     return ModelShape(**{field: getattr(data, field) for field in _ModelFile.__struct_fields__})
 
 
-def as_kept(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
+def as_stored(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
     """Return the model as the engine stores it on these devices: a processor widens experts in MXFP4 at load, keys and
     values are stored as `kv.cache_dtype` says. Attention is bound by their bytes or by a profile's share of the
     bandwidth, so its time follows them."""
@@ -323,9 +323,9 @@ def as_kept(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
     return replace(model, kv_bytes=1, kv_scale_bytes=FP8_SCALE_BYTES["cpu" if cluster.of(0).cpu else "cuda"])
 
 
-def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _DeviceFile]:
-    """Load a device. `beside`: the file of the cluster that names it. Raises `ConfigError`."""
-    data = converted(mapping(name, "devices", beside), _DeviceFile, _origin(name, "devices"))
+def load_device(name: str, near: Path | None = None) -> tuple[DeviceShape, _DeviceFile]:
+    """Load a device. `near`: the file of the cluster that names it. Raises `ConfigError`."""
+    data = converted(mapping(name, "devices", near), _DeviceFile, _origin(name, "devices"))
     tokens = [knot for knot, _ in data.linear_table]
     if tokens != sorted(set(tokens)):
         raise ConfigError(f"{_origin(name, 'devices')}: linear_table: tokens must ascend")

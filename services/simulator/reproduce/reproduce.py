@@ -208,8 +208,8 @@ def measure_all(
         for figure, seed in missing:  # figures of a system share simulations
             units.setdefault((figure.system, seed), []).append(figure.id)
         calls = [(ids, seed, find, results, scatter) for (_, seed), ids in units.items()]
-        beside = jobs > 1 and len(calls) > 1
-        for of_unit in in_processes(jobs, _whole_unit, calls) if beside else starmap(_unit, calls):
+        parallel = jobs > 1 and len(calls) > 1
+        for of_unit in in_processes(jobs, _whole_unit, calls) if parallel else starmap(_unit, calls):
             for one in of_unit:
                 known[one.digest] = one
                 progress(f"{one.figure}, seed {one.seed}: {one.number:.4g}")
@@ -220,8 +220,8 @@ def measure_all(
     run((figure, seed) for seed in seeds[1:] for figure in chancy if of(figure, seed) is None)
     found: dict[str, list[Measurement]] = {}
     for figure in figures:
-        asked = seeds if figure in chancy else seeds[:1]
-        found[figure.id] = [known[digests[figure.id, seed]] for seed in asked]
+        used = seeds if figure in chancy else seeds[:1]
+        found[figure.id] = [known[digests[figure.id, seed]] for seed in used]
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cohort.services.simulator.figures.figure import Claim, Figure, Reason, Standing
-from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
+from cohort.services.simulator.reproduce.page_numbers import PageNumbers
 from cohort.services.simulator.reproduce.verdicts import (
     DIRECTION,
     EFFECT,
@@ -76,8 +76,8 @@ class Row:
     verdict: str
 
 
-def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Claim], reasons: Sequence[Reason]) -> str:
-    rows = rows_of(kept, figures, claims)
+def markdown(stored: PageNumbers, figures: Sequence[Figure], claims: Sequence[Claim], reasons: Sequence[Reason]) -> str:
+    rows = rows_of(stored, figures, claims)
     lines = [_HEAD, *_summary(rows, claims, reasons)]
     if missing := [figure for figure in figures if figure.id not in {row.figure.id for row in rows}]:
         lines += ["", _LACKING]
@@ -87,8 +87,8 @@ def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Clai
     return "\n".join([*lines, _FOOT]) + "\n"
 
 
-def rows_of(kept: KeptNumbers, figures: Iterable[Figure], claims: Sequence[Claim]) -> list[Row]:
-    spreads = kept.spreads()
+def rows_of(stored: PageNumbers, figures: Iterable[Figure], claims: Sequence[Claim]) -> list[Row]:
+    spreads = stored.spreads()
     return [
         Row(figure, ours, row_verdict(kind_of(figure, claims), figure.paper, ours, figure.paper_to))
         for figure in figures
@@ -104,8 +104,8 @@ def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Rea
     for claim in claims:
         if by_id.keys() >= set(claim.ids):
             found = [by_id[name] for name in claim.ids]
-            verdicts.append(said := worst(row.verdict for row in found))
-            tables.setdefault(claim.paper, []).append(_claim_line(claim, found, said))
+            verdicts.append(verdict := worst(row.verdict for row in found))
+            tables.setdefault(claim.paper, []).append(_claim_line(claim, found, verdict))
     if not tables:
         return
     yield from ("", "## Summary", "", f"Of {len(verdicts)} claims: {_counted(verdicts)}.")
@@ -115,30 +115,30 @@ def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Rea
         yield from ("", f"### {paper}", "", *_in_one_line(paper, rows, reasons), _CLAIMS, *table)
 
 
-def _claim_line(claim: Claim, found: Sequence[Row], said: str) -> str:
+def _claim_line(claim: Claim, found: Sequence[Row], verdict: str) -> str:
     unit = found[0].figure.unit
     theirs, ours = _range([row.figure.paper for row in found], unit), _ours([row.ours for row in found], unit)
     shown_by = claim.shown_by.removeprefix("cohort reproduce --figure ")
-    why = "" if said == REPRODUCED else "; ".join(filter(None, (claim.why, shown_by and f"`{shown_by}`")))
-    return f"| {claim.statement} | {theirs} | {ours} | {said} | {why} |"
+    why = "" if verdict == REPRODUCED else "; ".join(filter(None, (claim.why, shown_by and f"`{shown_by}`")))
+    return f"| {claim.statement} | {theirs} | {ours} | {verdict} | {why} |"
 
 
 def _row_counts(rows: Sequence[Row]) -> Iterator[str]:
     """Count how many of the papers' numbers agree, with those that cannot be told and without; readings apart."""
-    said = {standing: [row.verdict for row in rows if row.figure.standing is standing] for standing in Standing}
-    counts, of = Counter(said[Standing.CLAIM]), len(said[Standing.CLAIM])
-    reproduced, agree, told = counts[REPRODUCED], counts[REPRODUCED] + counts[DIRECTION], of - counts[UNTOLD]
-    yield f"Of {of} rows, each a number, bound or direction that a paper prints: {_counted(said[Standing.CLAIM])}."
-    yield f"Reproduced are {_percent(reproduced, of)} of these rows, {_percent(reproduced, told)} of those that"
-    yield f"can be told; with the ones that agree in direction {_percent(agree, of)} and {_percent(agree, told)}."
+    verdicts = {standing: [row.verdict for row in rows if row.figure.standing is standing] for standing in Standing}
+    counts, of = Counter(verdicts[Standing.CLAIM]), len(verdicts[Standing.CLAIM])
+    reproduced, agree, comparable = counts[REPRODUCED], counts[REPRODUCED] + counts[DIRECTION], of - counts[UNTOLD]
+    yield f"Of {of} rows, each a number, bound or direction that a paper prints: {_counted(verdicts[Standing.CLAIM])}."
+    yield f"Reproduced are {_percent(reproduced, of)} of these rows, {_percent(reproduced, comparable)} of those that"
+    yield f"can be told; with the ones that agree in direction {_percent(agree, of)} and {_percent(agree, comparable)}."
     for standing, what in (
         (Standing.READING, "other readings of the same numbers"),
         (Standing.ANCHOR, "rows that chose a parameter"),
     ):
-        if others := said[standing]:
+        if others := verdicts[standing]:
             yield f"Of {len(others)} {what}: {_counted(others)}."
-    if beside := len(said[Standing.BESIDE]):
-        yield f"{beside} more rows compare nothing."
+    if uncompared := len(verdicts[Standing.UNCOMPARED]):
+        yield f"{uncompared} more rows compare nothing."
     if single := sum(row.ours.seeds == 1 for row in rows):
         yield f"{single} of {len(rows)} rows were measured with one seed: their verdicts say nothing of chance yet."
 
@@ -172,8 +172,8 @@ def reason_of(name: str, reasons: Iterable[Reason]) -> Reason | None:
     return max(fitting, key=lambda found: found[0])[1] if fitting else None
 
 
-def _counted(said: Iterable[str]) -> str:
-    counts = Counter(said)
+def _counted(verdicts: Iterable[str]) -> str:
+    counts = Counter(verdicts)
     return ", ".join(f"{counts[each]} {each}" for each in VERDICTS)
 
 

@@ -43,9 +43,9 @@ class Spread:
         return Spread(min(values), statistics.median(values), max(values), seeds)
 
 
-def worst(said: Iterable[str]) -> str:
+def worst(verdicts: Iterable[str]) -> str:
     """Return the worst verdict: all rows have to hold."""
-    found = set(said)
+    found = set(verdicts)
     return next(each for each in (MISSED, UNTOLD, DIRECTION, REPRODUCED) if each in found)
 
 
@@ -63,7 +63,7 @@ def row_verdict(kind: Kind, paper: float, ours: Spread, paper_to: float | None =
 def kind_of(figure: Figure, claims: Iterable[Claim] | None = None) -> Kind:
     """Return how a row's numbers are compared: as the figure, the claim that names it (None: of the shipped ones) or
     its unit says. A factor of 1, or a change of nothing, is no effect that could be reproduced."""
-    if figure.standing is Standing.BESIDE:
+    if figure.standing is Standing.UNCOMPARED:
         return Kind.NOT_COMPARABLE
     if figure.kind is not None:
         return figure.kind

@@ -29,7 +29,7 @@ def recorded(run: Run) -> list[Iteration]:
 @example([[(101, 102)], [(82, 102)]])
 def test_a_lone_iteration_is_one_that_no_other_engine_shares_a_twentieth_of(engines: list[Run]) -> None:
     (found,) = slices([[recorded(run) for run in engines]])
-    assert found.beside == [recorded(run) for run in engines]
+    assert found.runs == [recorded(run) for run in engines]
     for at, run in enumerate(engines):
         others = [
             {moment for begin, end in other for moment in range(begin, end)}

@@ -244,11 +244,11 @@ def test_a_gpu_sends_checkpoints_beside_the_rows():
     )
     slots, block = 2 * geometry.token_bytes, geometry.block_bytes
     on_gpu, elsewhere = plan_cost(plan, geometry, device_stages=True), plan_cost(plan, geometry)
-    assert (on_gpu.copied_bytes, on_gpu.beside_bytes) == (0, slots + block)
-    assert (elsewhere.copied_bytes, elsewhere.beside_bytes) == (slots, block)
+    assert (on_gpu.copied_bytes, on_gpu.concurrent_bytes) == (0, slots + block)
+    assert (elsewhere.copied_bytes, elsewhere.concurrent_bytes) == (slots, block)
     plan.copies.append(KvCopy("in", "slot", (9,), (3,)))  # what it needs has just gone out
     waits = plan_cost(plan, geometry, device_stages=True)
-    assert (waits.copied_bytes, waits.beside_bytes) == (slots + geometry.token_bytes, block)
+    assert (waits.copied_bytes, waits.concurrent_bytes) == (slots + geometry.token_bytes, block)
 
 
 def overloaded(**options):

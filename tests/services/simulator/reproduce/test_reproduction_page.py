@@ -20,7 +20,7 @@ from cohort.services.simulator.figures.figure import (
     shipped_claims,
     shipped_reasons,
 )
-from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
+from cohort.services.simulator.reproduce.page_numbers import PageNumbers
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures, ratio_of, shown_paper, shown_spread
 from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of, rows_of
 from cohort.services.simulator.reproduce.verdicts import REPRODUCED, Spread
@@ -38,10 +38,10 @@ def result(system: str, name: str, *values: float, paper: float = 2.0, chance: b
 
 FIGURES = [figure("baselines", "Table 1"), figure("bucketserve", "Fig. 5"), figure("ecoserve", "Fig. 1")]
 CLAIM = Claim("P", "gains", Kind.OVER, ("ecoserve-Fig. 1",), "because")
-NONE = KeptNumbers()
+NONE = PageNumbers()
 
 
-def kept(*results: Reproduced, before: KeptNumbers = NONE) -> KeptNumbers:
+def kept(*results: Reproduced, before: PageNumbers = NONE) -> PageNumbers:
     return before.with_results(results, FIGURES)
 
 
@@ -65,7 +65,7 @@ def test_numbers_are_read_as_they_were_written(tmp_path: Path) -> None:
     certain, single = result("bucketserve", "Fig. 5", 1.5, chance=False), result("ecoserve", "Fig. 1", exact)
     numbers = kept(result("baselines", "Table 1", 2.0, 2.2, 1.9), certain, single)
     file.write_bytes(numbers.encoded())
-    assert KeptNumbers.read(file) == numbers
+    assert PageNumbers.read(file) == numbers
     drawn, whole = Spread(1.9, 2.0, 2.2, 3), Spread(1.5, 1.5, 1.5, 0)
     assert [*numbers.spreads().values()] == [drawn, whole, Spread(0.9975, 0.9975, 0.9975, 1)]
     assert '"Table 1 (baselines)": {"baselines-Table 1":[1.9,2.0,2.2,3]},' in file.read_text().splitlines()
@@ -80,12 +80,12 @@ def test_numbers_are_read_as_they_were_written(tmp_path: Path) -> None:
     ]
     assert [shown_spread(row.spread) for row in rows] == ["1.9 to 2.2, 3 seeds", "no chance in it", "one seed"]
     file.write_bytes(kept(result("ecoserve", "Fig. 1", 1.0, math.inf)).encoded())
-    (row,) = KeptNumbers.read(file).results(FIGURES)
+    (row,) = PageNumbers.read(file).results(FIGURES)
     assert "[null,null,null,2]" in file.read_text() and math.isnan(row.ours) and row.verdict == "cannot be told"
-    assert KeptNumbers.read(tmp_path / "none.json") == NONE
+    assert PageNumbers.read(tmp_path / "none.json") == NONE
     file.write_text("{}}")
     with pytest.raises(ConfigError, match=r"page\.json: not written by"):
-        KeptNumbers.read(file)
+        PageNumbers.read(file)
 
 
 def test_claims_stand_first_with_spread_and_verdict() -> None:
@@ -114,7 +114,7 @@ def test_bounds_directions_and_ranges_are_written() -> None:
     bound = replace(figure("ecoserve", "at most"), kind=Kind.AT_MOST)
     wins = replace(figure("ecoserve", "wins", 1.0), kind=Kind.MORE)
     between = replace(figure("ecoserve", "between"), paper_to=4.0)
-    none = replace(figure("ecoserve", "none", math.nan), standing=Standing.BESIDE)
+    none = replace(figure("ecoserve", "none", math.nan), standing=Standing.UNCOMPARED)
     shown = [(shown_paper(each), f"{ratio_of(each, 5.0):.2f}") for each in (bound, wins, between, none)]
     assert shown == [("at most 2", "2.50"), ("above 1", "nan"), ("2 to 4", "1.25"), ("–", "nan")]
     verdicts = [Reproduced.of(each, [5.0], [0]).verdict for each in (bound, wins, between)]
@@ -127,7 +127,7 @@ def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
 
 
 def test_conditions_stay_with_the_rows_they_belong_to() -> None:
-    before = KeptNumbers(
+    before = PageNumbers(
         {"ecoserve": ["Lengths: some."]}, {"Fig. 1 (ecoserve)": {"ecoserve-Fig. 1": (1.0, 1.0, 1.0, 1)}}
     )
     after = kept(result("baselines", "Table 1", 1.3), before=before)
@@ -137,7 +137,7 @@ def test_conditions_stay_with_the_rows_they_belong_to() -> None:
 
 def test_the_page_on_disk_is_current_and_every_figure_has_a_number() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    numbers, figures = KeptNumbers.read(PAGE.with_suffix(".json")), all_figures()
+    numbers, figures = PageNumbers.read(PAGE.with_suffix(".json")), all_figures()
     assert markdown(numbers, figures, shipped_claims(), shipped_reasons()) == text
     assert numbers.with_results([], figures).encoded() == PAGE.with_suffix(".json").read_bytes()
     found = rows_of(numbers, figures, shipped_claims())
@@ -153,7 +153,7 @@ def test_the_page_on_disk_is_current_and_every_figure_has_a_number() -> None:
     unlike = [line for line in summary.splitlines() if re.search(r"\| (not|direction|cannot be told) \|", line)]
     assert unlike and [line for line in unlike if not line.endswith("` |")] == []
     judged = [
-        row.figure.id for row in found if row.figure.standing is not Standing.BESIDE and row.verdict != REPRODUCED
+        row.figure.id for row in found if row.figure.standing is not Standing.UNCOMPARED and row.verdict != REPRODUCED
     ]
     assert judged and [name for name in judged if reason_of(name, shipped_reasons()) is None] == []
 

@@ -145,7 +145,7 @@ def test_a_new_result_changes_the_verdict() -> None:
 
 
 def test_what_has_no_number_beside_it_has_no_verdict_whatever_its_claim() -> None:
-    beside = replace(_figure("a", 5.0, "%"), standing=Standing.BESIDE)
+    beside = replace(_figure("a", 5.0, "%"), standing=Standing.UNCOMPARED)
     assert kind_of(beside, [Claim("P", "says", Kind.AT_MOST, ("a",))]) is Kind.NOT_COMPARABLE
     assert kind_of(replace(_figure("b", 5.0, "%"), kind=Kind.AT_MOST)) is Kind.AT_MOST
 
@@ -204,7 +204,7 @@ def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
 
 
 def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
-    standings = (Standing.CLAIM, Standing.READING, Standing.ANCHOR, Standing.BESIDE)
+    standings = (Standing.CLAIM, Standing.READING, Standing.ANCHOR, Standing.UNCOMPARED)
     figures = [replace(_figure(standing.name, 2.0), standing=standing) for standing in standings]
     rows = [Reproduced.of(figure, [2.0], [0]) for figure in figures]
     page = page_of(rows, figures, Claim("P", "s", Kind.OVER, ("CLAIM",)))

@@ -23,17 +23,17 @@ _Number = tuple[float | None, float | None, float | None, int]
 """Null: not finite."""
 
 
-class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PageNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conditions: dict[str, list[str]] = {}
     figures: dict[str, dict[str, _Number]] = {}
 
     @staticmethod
-    def read(path: Path) -> KeptNumbers:
+    def read(path: Path) -> PageNumbers:
         """Read the numbers; none where there is no such file. Raises `ConfigError`."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=KeptNumbers)
+            return msgspec.json.decode(path.read_bytes(), type=PageNumbers)
         except FileNotFoundError:
-            return KeptNumbers()
+            return PageNumbers()
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{path}: not written by `cohort reproduce --docs`: {error}") from error
 
@@ -57,7 +57,7 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         enough = {name for name, found in self.spreads().items() if not 0 < found.seeds < seeds}
         return [figure.id for figure in figures if figure.id not in enough]
 
-    def with_results(self, results: Iterable[Reproduced], figures: Iterable[Figure]) -> KeptNumbers:
+    def with_results(self, results: Iterable[Reproduced], figures: Iterable[Figure]) -> PageNumbers:
         """Replace the numbers of these figures; those of no figure any more go."""
         known, under = self._numbers(), dict(self.conditions)
         for result in results:
@@ -68,7 +68,7 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for figure in figures:
             if figure.id in known:
                 placed.setdefault(f"{figure.figure} ({figure.system})", {})[figure.id] = known[figure.id]
-        return KeptNumbers(under, placed)
+        return PageNumbers(under, placed)
 
     def encoded(self) -> bytes:
         encode = msgspec.json.encode

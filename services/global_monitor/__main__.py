@@ -59,7 +59,7 @@ async def build(context: ServiceContext) -> None:
             monitor.read_state,
             instance=context.instance,
             guard=guard,
-            feed=LiveFeed(monitor.looking, monitor.read_live),
+            feed=LiveFeed(monitor.live_views, monitor.read_live),
         )
         name_server()
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -73,7 +73,7 @@ async def build(context: ServiceContext) -> None:
                 running = [
                     tasks.create_task(monitor.serve(), name="serve"),
                     tasks.create_task(monitor.push(), name="push"),
-                    tasks.create_task(monitor.looking.run(), name="look"),
+                    tasks.create_task(monitor.live_views.run(), name="look"),
                 ]
                 if monitor.planner is not None:
                     running.append(tasks.create_task(monitor.planner.run(), name="plan"))

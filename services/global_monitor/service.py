@@ -55,7 +55,7 @@ class GlobalMonitor:
         self._instance = instance
         self._incarnation = incarnation
         self._started_s = clock.now_s()
-        self.looking = LiveViews(self.cluster, clock.now_s, self._send)
+        self.live_views = LiveViews(self.cluster, clock.now_s, self._send)
         self._managers = tuple(manager_endpoints)
         for manager, endpoint in manager_endpoints.items():
             bus.connect(manager, endpoint)
@@ -79,7 +79,7 @@ class GlobalMonitor:
                     if self.planner is not None:
                         self.planner.on_traffic(message)
                 case GatewayView() | ManagerView() | WorkerView():
-                    self.looking.on_view(message)
+                    self.live_views.on_view(message)
                 case _:
                     self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
 
@@ -113,7 +113,7 @@ class GlobalMonitor:
 
     def read_live(self, request_id: RequestId) -> LiveState:
         """Return the live page's state, with the life of this request; "": of none."""
-        return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id, self._clock.now_s())
+        return live_state(self.read_state(_LIVE_HISTORY_S), self.live_views, request_id, self._clock.now_s())
 
     def _send(self, peer: InstanceId, message: Message) -> None:
         with contextlib.suppress(PeerUnreachable):  # it will be seen to be down

@@ -136,14 +136,14 @@ class Recorded:
             instance="monitor",
             incarnation=1,
         )
-        setattr(self.monitor.looking, "_send", self._asked)  # noqa: B010 -- in place of the bus
+        setattr(self.monitor.live_views, "_send", self._asked)  # noqa: B010 -- in place of the bus
 
     def _asked(self, peer: InstanceId, message: Message) -> None:
         if isinstance(message, Look) and peer not in self.down:
             self.looks += 1
             view = view_of(peer, message, self.many)
             if view is not None:
-                asyncio.get_running_loop().call_soon(self.monitor.looking.on_view, view)
+                asyncio.get_running_loop().call_soon(self.monitor.live_views.on_view, view)
 
     def live(self, request_id: str) -> LiveState:
         """As the monitor has it, with what a planner of its own would tell."""
@@ -151,7 +151,7 @@ class Recorded:
             return self.monitor.read_live(request_id)
         now_s = SystemClock().now_s()
         told = msgspec.structs.replace(self.monitor.read_state(300.0), planner=planned(now_s))
-        return live_state(told, self.monitor.looking, request_id, now_s)
+        return live_state(told, self.monitor.live_views, request_id, now_s)
 
     def beat(self, serial: int) -> None:
         roles = {
@@ -179,7 +179,7 @@ async def served(recorded: Recorded) -> AsyncIterator[str]:
     """The page's address."""
     monitor = recorded.monitor
     guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
-    feed = LiveFeed(monitor.looking, recorded.live)
+    feed = LiveFeed(monitor.live_views, recorded.live)
     app = application(
         NoExporter(),  # type: ignore[arg-type]
         monitor.read_state,
@@ -194,7 +194,7 @@ async def served(recorded: Recorded) -> AsyncIterator[str]:
             serial += 1
             recorded.beat(serial)
             monitor.tick()
-            monitor.looking.round()
+            monitor.live_views.round()
             await asyncio.sleep(POLL_S)
 
     living = asyncio.create_task(live())

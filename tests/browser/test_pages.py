@@ -133,10 +133,10 @@ async def test_a_paused_page_asks_nothing(tab: Tab) -> None:
         await tab.evaluate("document.querySelector('#pause').click()")
         await tab.until("document.querySelector('#pause').getAttribute('aria-pressed') === 'true'")
         for _ in range(50):  # the server notices with its next write
-            if not recorded.monitor.looking._viewers:
+            if not recorded.monitor.live_views._viewers:
                 break
             await tab.evaluate("new Promise(done => setTimeout(done, 100))")
-        assert recorded.monitor.looking._viewers == 0
+        assert recorded.monitor.live_views._viewers == 0
         before = recorded.looks
         await tab.evaluate("new Promise(done => setTimeout(done, 1500))")
         assert recorded.looks == before

@@ -131,14 +131,14 @@ def _ended(call: Callable[P, Awaitable[Ending]]) -> Callable[P, Coroutine[Any, A
 
 
 async def generate(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
-    asking = asyncio.create_task(_exchange(http, url, api, body, manner))
+    task = asyncio.create_task(_exchange(http, url, api, body, manner))
     if manner.leave_after_events == 0:
-        done, _ = await asyncio.wait([asking], timeout=manner.leave_s)
+        done, _ = await asyncio.wait([task], timeout=manner.leave_s)
         if not done:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             return Left()
-    return await asking
+    return await task
 
 
 @_ended

@@ -57,7 +57,7 @@ class AnswerCollector(User):
     """Streams the answers to all its cases, and from the first on again until it is told to stop."""
 
     away_s = 0.1
-    asks_again = True
+    repeats = True
     resumes = False
 
     async def run(self, stopping: asyncio.Event, mean_pause_s: float = 0.0) -> None:

@@ -93,7 +93,7 @@ async def references(place: Place, cases: Sequence[Case]) -> dict[str, AnswerCon
 
 class User:
     away_s = AWAY_S
-    asks_again = False
+    repeats = False
     """Flag: repeat a stream of which nothing came, not even its resume token."""
 
     def __init__(
@@ -259,7 +259,7 @@ class User:
             match ending:
                 case Left() if what == "resume":
                     await asyncio.sleep(random.choice([0.0, random.uniform(0, 2)]))
-                case Broken() | Failed() | Refused(429 | 503) if stream.token or self.asks_again:  # a shutdown ends it
+                case Broken() | Failed() | Refused(429 | 503) if stream.token or self.repeats:  # a shutdown ends it
                     broken = True
                     await asyncio.sleep(self.away_s)
                 case _:

@@ -91,7 +91,7 @@ async def http(rig: Rig) -> AsyncIterator[TestClient[web.Request, web.Applicatio
             rig.monitor.read_state,
             instance="monitor",
             guard=guard,
-            feed=LiveFeed(rig.monitor.looking, rig.monitor.read_live),
+            feed=LiveFeed(rig.monitor.live_views, rig.monitor.read_live),
         )
         async with TestClient(TestServer(app)) as client:
             yield client

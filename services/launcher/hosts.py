@@ -1,7 +1,7 @@
 """Where the processes of a pipeline run: what the supervisor asks of a back end, and what both see of them.
 
-    Supervisor ── request_places, begin, release ──▶ Hosts ─┬─ Here     children of this process      (here.py)
-         └──────▶ Pipeline ◀────────────────────────────────┴─ Actors   agents on a cluster's nodes   (on_ray/actors.py)
+    Supervisor ── request_places, begin, release ──▶ Hosts ─┬─ LocalHosts  children of this process  (local_hosts.py)
+         └──────▶ Pipeline ◀────────────────────────────────┴─ Actors      agents on Ray's nodes     (on_ray/actors.py)
 
 Decides nothing.
 """

@@ -29,8 +29,8 @@ from cohort.common.policies import settings
 from cohort.services.launcher import control, preflight
 from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
-from cohort.services.launcher.here import Here
 from cohort.services.launcher.hosts import Hosts, Pipeline
+from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.models.default_model import is_complete
 from cohort.services.launcher.models.gguf_folder import served_folder
 from cohort.services.launcher.options import keys_of, overrides_of, ray_address
@@ -94,7 +94,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
         preflight.raise_open_file_limit()
         files.write_config(dump_config(config))
         return asyncio.run(
-            _supervise(config, plans, files, lambda _: Here(files), options.notify_fd, summary(config, gpus))
+            _supervise(config, plans, files, lambda _: LocalHosts(files), options.notify_fd, summary(config, gpus))
         )
 
 

@@ -1,6 +1,6 @@
 """One process of the pipeline on the node that Ray chose for it: a Ray actor that is its parent.
 
-    launcher ─▶ place ─▶ begin(briefing) ─▶ state_since … ─▶ terminate, kill  of one child after the other (`here`)
+    launcher ─▶ place ─▶ begin(briefing) ─▶ state_since … ─▶ terminate, kill  of one child after the other
 
 Whether a process that ended is begun again the launcher's supervisor says, by the same rules as on one machine. The
 actor's end ends it at once: the kernel kills a child with the thread that started it (`child.py`). Ray starts a lost
@@ -29,8 +29,8 @@ from cohort.common.errors import ConfigError
 from cohort.common.keys.private_files import keep_private, open_private
 from cohort.common.planning.orders import socket_of
 from cohort.services.launcher import preflight
-from cohort.services.launcher.here import Here
 from cohort.services.launcher.hosts import Life, Supervised
+from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.on_ray.order import AgentState, Order, Place, SharedConfig, on_node, own_endpoint
 from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.run_files import RunFiles, read_log
@@ -58,7 +58,7 @@ class Agent:
         self._inbox_port, metrics_port = (int(each.getsockname()[1]) for each in self._held)
         self._process = Supervised(self._local_plan(order.plan, metrics_port))
         self._files = RunFiles(paths.run_dir(order.port) / "nodes" / node_id[:8] / order.plan.instance)
-        self._hosts = Here(self._files)
+        self._hosts = LocalHosts(self._files)
         self._briefing: SharedConfig | None = None
         self._settled = False
         """Whether the process's folder is this agent's, with its configuration and a log."""

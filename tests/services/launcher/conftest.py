@@ -13,7 +13,7 @@ import pytest
 from cohort.common.http.ports import free_port
 from cohort.services.launcher import hosts
 from cohort.services.launcher.console import Console, Line
-from cohort.services.launcher.here import Here
+from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.launcher.supervisor import Supervisor
@@ -37,7 +37,7 @@ class Pipeline:
         self.ready = asyncio.Event()
         console = Console([Line(plan.instance, plan.port, files.log_file(plan.instance)) for plan in plans])
         pipeline = hosts.Pipeline(files, console, lambda: None)
-        self.supervisor = Supervisor(pipeline, Here(files), plans)
+        self.supervisor = Supervisor(pipeline, LocalHosts(files), plans)
         self.task = asyncio.create_task(self.supervisor.run(self.ready.set))
 
     def pid(self, instance: str) -> int:

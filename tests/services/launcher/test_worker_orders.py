@@ -13,7 +13,7 @@ from cohort.common.config.serving import WorkerGroup
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker
 from cohort.common.types import Role
 from cohort.services.launcher import box
-from cohort.services.launcher.here import Here
+from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.plan import resolve
 from cohort.services.launcher.run_files import RunFiles, RunFilesError
 from cohort.services.launcher.worker_orders import WorkerOrders, with_worker, without_worker
@@ -91,7 +91,7 @@ async def test_orders_on_the_socket(files: RunFiles, monkeypatch: pytest.MonkeyP
     looked: list[tuple[WorkerGroup, ...]] = []
     monkeypatch.setattr(box, "check_host", lambda config, model: looked.append(config.workers))
     supervisor = Fake()
-    desk = WorkerOrders(config(WorkerGroup(Role.UNIFIED, threads=1)), supervisor, Here(files))  # type: ignore[arg-type]
+    desk = WorkerOrders(config(WorkerGroup(Role.UNIFIED, threads=1)), supervisor, LocalHosts(files))  # type: ignore[arg-type]
     server = await asyncio.start_unix_server(desk.serve, tmp_path / "workers.sock")
     reader, writer = await asyncio.open_unix_connection(tmp_path / "workers.sock")
 

@@ -24,7 +24,7 @@ from cohort.common.http.ports import PORT_BLOCK, free_port
 from cohort.common.planning.orders import socket_of
 from cohort.common.types import Role
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
-from cohort.services.launcher import here, hosts, supervisor, worker_orders
+from cohort.services.launcher import hosts, local_hosts, supervisor, worker_orders
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.on_ray import actors, agent
 from cohort.services.launcher.on_ray.actors import Actors
@@ -354,7 +354,7 @@ def toy(made: type[ToyPlan] = ToyPlan, behaviour: str = "ready", drain_s: float 
 @pytest.fixture
 def comes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """What the next worker that is added is. A toy has no model that wants memory."""
-    monkeypatch.setattr(here, "check_added_worker", lambda config, instance: None)
+    monkeypatch.setattr(local_hosts, "check_added_worker", lambda config, instance: None)
     return lambda *words, **options: monkeypatch.setattr(worker_orders, "worker_plan", toy(*words, **options))
 
 
@@ -416,7 +416,7 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
     def too_small(config: Config, instance: str) -> None:
         raise ConfigError(f"no memory for {instance}")
 
-    monkeypatch.setattr(here, "check_added_worker", too_small)
+    monkeypatch.setattr(local_hosts, "check_added_worker", too_small)
     await fails("on 127.0.0.1: no memory for decode-1")
     assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
     assert not running.task.done() and await running.stop() == 0

@@ -27,7 +27,7 @@ _ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 _UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class Here:
+class LocalHosts:
     no_restart = ""
 
     def __init__(self, files: RunFiles) -> None:

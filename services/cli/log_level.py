@@ -87,7 +87,7 @@ def matching(service: str, instances: Sequence[str]) -> list[str]:
 
 
 def change(folder: Path, marks: Mapping[str, ProcessMark], level: Level) -> int:
-    """Ask each of them, and wait until it has read its file. 0: all did."""
+    """Request the level of each process, and wait until it has read its file. 0: all did."""
     requested: dict[str, Path] = {}
     failed: dict[str, str] = {}
     for instance, mark in marks.items():

@@ -152,7 +152,7 @@ class LiveViews:
             self.round()
 
     def round(self) -> None:
-        """Tell the viewers what the last round brought, and ask again."""
+        """Wake the viewers for the last round's views, and request new ones."""
         if not self._viewers:
             return
         self.meter.keep(self._cluster.processes)

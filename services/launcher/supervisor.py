@@ -27,7 +27,7 @@ from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFil
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else shows from outside that it is ready
 PROBED_AT_ONCE = 16
-"""Processes; of more each is asked less often, or the asking would take the cores that they start on."""
+"""Processes; of more each is probed less often, or the probes would take the cores that they start on."""
 PROBE_TIMEOUT_S = 2.0
 REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process

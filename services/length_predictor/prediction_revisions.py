@@ -54,7 +54,7 @@ class PredictionRevisions:
         """E4 · Send a revised prediction once the prompt is computed, if revisions are known to be better."""
         request = self._in_flight.get(message.attempt.request_id)
         if request is None or len(message.hidden) % 2:
-            return  # another choice of the same prompt, or asked before this process started
+            return  # another choice of the same prompt, or predicted before this process started
         state = np.frombuffer(message.hidden, dtype="<f2").astype(np.float64)
         if not len(state) or not np.isfinite(state).all():
             return

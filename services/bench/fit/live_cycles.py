@@ -95,7 +95,7 @@ def overlap(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[
 USERS = (1, 4, 8)
 WORKER = "unified-0"
 TURNS = 3
-"""Times that each number of users is asked."""
+"""Times that each number of users is measured."""
 Span = tuple[int, float, float, float | None]
 """Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
@@ -182,7 +182,7 @@ def _within(runs: Iterable[Sequence[Iteration]], began_s: float, ended_s: float)
 
 
 def observe(served: Served, seconds_each: float, users: Sequence[int]) -> list[Span]:
-    """Ask a running pipeline. Raises `MeasurementFailed`."""
+    """Load a running pipeline. Raises `MeasurementFailed`."""
     others = [pid for name, pid in _processes(served.monitor_url) if name != WORKER]
     numbers, spans = count(1), []
     asyncio.run(_load(served.url, 1, 1.0, numbers))  # caches and first allocations are no cycle's cost

@@ -163,7 +163,7 @@ class ResponsesApi:
     async def ended(
         self, request: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
-        """Return the whole response, kept by then if it asks to be."""
+        """Return the whole response, stored by then if that is requested."""
         request.completed_at = request.completed_at or int(self._generator.host.clock.wall_s())
         response = writer.response(finish, answering.usage(), request.completed_at, answering.extras([0]))
         if request.stored is None:

@@ -204,7 +204,7 @@ class ContentWriter:
     def commit(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._part.replace(self._target)  # while it is held: no other gateway takes it for left
+        self._part.replace(self._target)  # while it is held: no other gateway takes it for abandoned
         self._committed = True
         self._file.close()
 

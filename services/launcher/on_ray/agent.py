@@ -37,7 +37,7 @@ from cohort.services.launcher.run_files import RunFiles, read_log
 
 WAIT_S = 1.0
 """Longest time that a request for the state stays open."""
-_POLL_S = 0.1  # and the shortest, or a log that grows all the time would be asked for all the time
+_POLL_S = 0.1  # and the shortest, or a log that grows all the time would be requested all the time
 _PORTS = range(20_000, 32_000)  # below those that systems give to connections, above those of Ray's workers
 _KEY_FILE = "cluster.key"
 
@@ -96,14 +96,14 @@ class Agent:
 
     async def state_since(self, offset: int) -> AgentState:
         """Return the log from `offset` on, and the exit code once the process has ended; waits up to `WAIT_S`."""
-        if self._life is None:  # asked of the one before, which is lost
+        if self._life is None:  # requested of the one before, which is lost
             return AgentState(self._incarnation, None, b"", 0, 0)
         deadline_s = time.monotonic() + WAIT_S
         log = self._files.log_file(self._process.plan.instance)
         self._files.limit_log(self._process.plan.instance)
         while True:
             await asyncio.wait((self._life,), timeout=_POLL_S)
-            ended = self._life.done()  # asked before the log is read: then all of it is there
+            ended = self._life.done()  # checked before the log is read: then all of it is there
             data, end, skipped = read_log(log, offset)
             if ended or data or time.monotonic() > deadline_s:
                 return AgentState(self._incarnation, self._life.result() if ended else None, data, end, skipped)

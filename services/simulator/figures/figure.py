@@ -64,8 +64,8 @@ class _StoredRun(msgspec.Struct, frozen=True):
 class Lab:
     """Runs simulations of one seed, each once: several figures look at the same run from different sides.
 
-    Whether a figure is a matter of chance is not declared but seen: it is where it, or a run that it looks at, asked
-    for the seed. `scatter`: of iterations' times in every run (`scatter.py`). `folder`: where runs are kept, so that
+    Whether a figure is a matter of chance is not declared but seen: it is where it, or a run that it looks at, used
+    the seed. `scatter`: of iterations' times in every run (`scatter.py`). `folder`: where runs are kept, so that
     an interrupted measurement repeats none, nor one of other figures that look at the same runs."""
 
     chosen_seed: int = 0

@@ -117,7 +117,7 @@ def ucx(
     has: HasModule = installed,
     usable: Callable[[UcxChoice], list[str]] = ucx_devices.resources_of,
 ) -> Finding:
-    """Check UCX, the fast link for KV; without it ZeroMQ carries it. `usable`: what UCX may use, as `local_resources`."""
+    """Check UCX, the fast link for KV, else ZeroMQ carries it. `usable`: what UCX may use, as `local_resources`."""
     name = "UCX"
     if not moves_kv or "ucx" not in config.transfer.links:
         return skipped(name, "not used by this configuration")

@@ -194,7 +194,7 @@ class BatchDrafter(ABC):
                 self._steps.compile(threads=min(16, os.cpu_count() or 1))
                 self._steps.record(self._graph_bytes, _RECORDED_ROWS)
             if self._steps.decode.classes and isinstance(self._model, LeanLlama):
-                self._model.keep_buffers()
+                self._model.freeze_buffers()
 
     def _fill(self, each: UnderWay, count: int) -> None:
         first = each.computed + self._ahead

@@ -33,7 +33,7 @@ from cohort.common.engine.models.experts import (
 from cohort.common.engine.models.model_files import Loading, ModelFiles
 from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
-from cohort.common.engine.ranks.ranks import Ranks
+from cohort.common.engine.ranks.ranks import RankComm
 from cohort.common.engine.weights.linear import Embedding, Linear
 from cohort.common.engine.weights.weights import Weights
 from cohort.common.errors import ModelError
@@ -134,7 +134,7 @@ class LeanDeepseek:
         self.sampled_states = last
         logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=self._device)
         self._lm_head.into(last, logits)
-        return logits if self._ranks is None else self._ranks.whole_logits(logits)
+        return logits if self._ranks is None else self._ranks.gather_logits(logits)
 
     @property
     def outer(self) -> tuple[Embedding, Linear]:
@@ -163,7 +163,7 @@ class LayerArithmetic:
     latents."""
 
     def __init__(
-        self, geometry: ModelGeometry, latent: LatentGeometry, device: torch.device, ranks: Ranks | None = None
+        self, geometry: ModelGeometry, latent: LatentGeometry, device: torch.device, ranks: RankComm | None = None
     ) -> None:
         """`geometry`: of what is here."""
         self._geometry, self._latent, self._ranks = geometry, latent, ranks
@@ -193,15 +193,15 @@ class LayerArithmetic:
         if (ranks := self._ranks) is None:
             layer.attention_out.add_into(buffers.attended, residual)
         else:
-            ranks.add_into(layer.attention_out, buffers.attended, residual)
+            ranks.allreduce_linear(layer.attention_out, buffers.attended, residual)
         rms_norm(residual, layer.mlp_norm, g.norm_eps, buffers.normed)
         if ranks is None:
             layer.mlp.add_into(buffers.normed, buffers.activated, residual)
         elif isinstance(layer.mlp, DenseMlp):
             layer.mlp.gate_up.into(buffers.normed, buffers.activated)
-            ranks.add_into(layer.mlp.down, buffers.activated, residual)
+            ranks.allreduce_linear(layer.mlp.down, buffers.activated, residual)
         else:
-            ranks.add_term(partial(layer.mlp.add_into, buffers.normed, buffers.activated), residual)
+            ranks.allreduce_partial(partial(layer.mlp.add_into, buffers.normed, buffers.activated), residual)
 
     def _project(self, layer: LatentLayer, index: int, x: Tensor, query: Tensor, step: StepInputs, kv: Tensor) -> None:
         """Write the queries of x [T, hidden] as they meet latents to `query`, and its latents to their slots."""

@@ -123,18 +123,18 @@ class LeanGptOss:
             if ranks is None:
                 layer.attention_out.add_into(attended, residual)
             else:
-                ranks.add_into(layer.attention_out, attended, residual)
+                ranks.allreduce_linear(layer.attention_out, attended, residual)
             layer.mlp_norm.into(residual, normed)
             if ranks is None:
                 layer.experts.add_into(normed, normed, residual)
             else:
-                ranks.add_term(partial(layer.experts.add_into, normed, normed), residual)
+                ranks.allreduce_partial(partial(layer.experts.add_into, normed, normed), residual)
         last = residual[step.sample_index]
         self._final_norm.into(last, last)
         self.sampled_states = last
         logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=last.device)
         self._lm_head.into(last, logits)
-        return logits if ranks is None else ranks.whole_logits(logits)
+        return logits if ranks is None else ranks.gather_logits(logits)
 
 
 def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:

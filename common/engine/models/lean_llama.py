@@ -81,7 +81,7 @@ class LeanLlama:
         self._attended = buffer(load.max_step_tokens, g.num_heads * g.head_dim)
         self._activated = buffer(load.max_step_tokens, g.intermediate_size)
         self._logits = buffer(load.max_rows, g.vocab_size, torch.float32)
-        self._buffers_kept = False
+        self._buffers_frozen = False
         self._states: Tensor | None = None
 
     sampled_states: Tensor | None = None
@@ -110,7 +110,7 @@ class LeanLlama:
         rms_norm(last, self._final_norm, self._eps, last)
         self.sampled_states = last
         self._lm_head.into(last, logits)
-        return logits if self._ranks is None else self._ranks.whole_logits(logits)
+        return logits if self._ranks is None else self._ranks.gather_logits(logits)
 
     @property
     def outer(self) -> tuple[Embedding, Linear]:
@@ -132,9 +132,9 @@ class LeanLlama:
         finally:
             self._stack = stack
 
-    def keep_buffers(self) -> None:
+    def freeze_buffers(self) -> None:
         """Make a step that needs larger buffers an error: recorded steps hold the addresses of these."""
-        self._buffers_kept = True
+        self._buffers_frozen = True
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
         """Compute what `LayerStack` does in single calls: on a GPU, as one of several ranks, where a weight cannot be
@@ -157,7 +157,7 @@ class LeanLlama:
             if self._ranks is None:
                 layer.attention_out.add_into(buffers.attended, residual)
             else:
-                self._ranks.add_into(layer.attention_out, buffers.attended, residual)
+                self._ranks.allreduce_linear(layer.attention_out, buffers.attended, residual)
             if lora is not None:
                 lora.add(index, "attention_out", buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
@@ -167,9 +167,9 @@ class LeanLlama:
                 layer.mlp.add_into(normed, buffers.activated, residual)
             elif isinstance(layer.mlp, DenseMlp):
                 layer.mlp.gate_up.into(normed, buffers.activated)
-                self._ranks.add_into(layer.mlp.down, buffers.activated, residual)
+                self._ranks.allreduce_linear(layer.mlp.down, buffers.activated, residual)
             else:
-                self._ranks.add_term(partial(layer.mlp.add_into, normed, buffers.activated), residual)
+                self._ranks.allreduce_partial(partial(layer.mlp.add_into, normed, buffers.activated), residual)
 
     def _layer_stack(self) -> LayerStack | None:
         """Return the layers as one call; None unless the kernels serve all of them and nothing is exchanged between."""
@@ -187,7 +187,7 @@ class LeanLlama:
         Raises `InvariantViolated` where recorded steps would go on writing into the ones that are freed.
         """
         too_large = tokens > len(self._residual) or sampled > len(self._logits)
-        if too_large and self._buffers_kept:
+        if too_large and self._buffers_frozen:
             raise InvariantViolated(
                 f"a step of {tokens} tokens, {sampled} of them sampled, needs larger buffers than recorded steps hold: "
                 f"{len(self._residual)} tokens, {len(self._logits)} sampled"

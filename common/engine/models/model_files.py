@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.config.model_config import ModelGeometry
-from cohort.common.engine.ranks.ranks import Ranks
+from cohort.common.engine.ranks.ranks import RankComm
 from cohort.common.engine.ranks.sharded_weights import open_sharded
 from cohort.common.engine.weights.linear import Embedding, GatedLinear, Linear, Matrix
 from cohort.common.engine.weights.matrices import RoundedWeights, Rounding, matrix
@@ -36,7 +36,7 @@ class Loading:
     max_rows: int = 0
     max_step_tokens: int = 0
     weights: WeightKind = "files"
-    ranks: Ranks | None = None  # this is one rank of several, and holds its share alone
+    ranks: RankComm | None = None  # this is one rank of several, and holds its share alone
     rounding: Rounding | None = None  # of plain matrices, at load; None = they stay as they are
 
     @property

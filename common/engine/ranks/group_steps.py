@@ -33,7 +33,7 @@ from cohort.common.engine.config.rank_shares import RankShare
 from cohort.common.engine.device.streams import Mark
 from cohort.common.engine.ranks.followers import EXIT_RANK_LOST, Followers
 from cohort.common.engine.ranks.rank_messages import RankLost
-from cohort.common.engine.ranks.ranks import EXCHANGE_TIMEOUT_S, Ranks
+from cohort.common.engine.ranks.ranks import EXCHANGE_TIMEOUT_S, RankComm
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.decode_classes import StepClass
 from cohort.common.engine.step.recorded_steps import Recorded, Recorder, StepResult
@@ -94,7 +94,7 @@ def _wait(mark: Mark, over: Callable[[], None]) -> None:
 class GroupSteps:
     """Steps of a worker of several ranks, on one rank's side."""
 
-    def __init__(self, ranks: Ranks, followers: Followers | None, limit_s: float = EXCHANGE_TIMEOUT_S) -> None:
+    def __init__(self, ranks: RankComm, followers: Followers | None, limit_s: float = EXCHANGE_TIMEOUT_S) -> None:
         """`followers`: rank 0's. `limit_s`: maximum time of a step on the device."""
         self._ranks, self._followers, self._limit_s = ranks, followers, limit_s
         self._deadlines = StepDeadlines(limit_s, self._late)
@@ -117,14 +117,14 @@ class GroupSteps:
             with self._in_step():
                 self._followers.step(batch, taken, 0 if before is None else len(before))
         if before is not None:
-            self._ranks.hand_out(before)
+            self._ranks.broadcast_tokens(before)
 
     def taken_over(self, awaited: int, device: torch.device) -> Tensor | None:
         """Return, on another rank, the `awaited` tokens that `broadcast` hands out; None if there are none."""
         if not awaited:
             return None
         tokens = torch.empty(awaited, dtype=torch.int64, device=device)
-        self._ranks.hand_out(tokens)
+        self._ranks.broadcast_tokens(tokens)
         return tokens
 
     def wait_for_room(self) -> None:
@@ -148,7 +148,7 @@ class GroupSteps:
     def out_of_step(self, error: Exception) -> None:
         """End the group: this rank has not done what the others do, so there is no way on."""
         share = self._ranks.share
-        self._ranks.failed(f"rank {share.rank} of {share.degree}: {error}")
+        self._ranks.on_failure(f"rank {share.rank} of {share.degree}: {error}")
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -162,19 +162,19 @@ class GroupSteps:
         """Return the device memory for recorded steps, the same on every rank: the minimum. `wanted`: the classes in
         their order; raises `InvariantViolated` on all ranks if those differ."""
         digest = zlib.crc32(repr(wanted).encode())
-        if self._ranks.least(digest) != self._most(digest):
+        if self._ranks.all_min(digest) != self._most(digest):
             raise InvariantViolated("the ranks of this worker would record different steps")
-        return self._ranks.least(own_bytes)
+        return self._ranks.all_min(own_bytes)
 
     def recorder(self, own: TwoPhases) -> Recorder:
         return AgreedRecorder(own, self._most)
 
     def _most(self, value: int) -> int:
-        return -self._ranks.least(-value)
+        return -self._ranks.all_min(-value)
 
     def _late(self) -> None:
         reason = f"a step is not over after {self._limit_s:.0f} s: another rank does not compute it"
-        self._ranks.failed(reason)
+        self._ranks.on_failure(reason)
         if self._followers is None:  # the main thread waits for the device
             log.critical("this rank ends", reason=reason)
             os._exit(EXIT_RANK_LOST)

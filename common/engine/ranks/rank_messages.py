@@ -35,7 +35,7 @@ class RankLost(CohortError):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Data to load a follower's share. `store`: a file, "" = rank 0 has it; `interface`: as in `RankGroup`."""
+    """Data to load a follower's share. `store`: a file, "" = rank 0 has it; `interface`: as in `RankSettings`."""
 
     instance: str
     rank: int

@@ -1,19 +1,18 @@
-"""One rank's side of a tensor-parallel group: what the ranks exchange while they compute a step.
+"""One rank's communicator in a tensor-parallel group: what the ranks exchange while they compute a step.
 
-    embedding     every rank looks up the tokens it has ──all-gather──▶ each takes every token's row from its owner
-    o, down       every rank's product, one term ──all-gather, summed in the order of ranks──▶ added to the residual
-    experts       likewise; a rank's term, of the experts' parts that it holds, is of the model's dtype
-    lm_head       every rank's tokens' logits ──gather──▶ rank 0, which samples
-    tokens        rank 0's ──broadcast──▶ all, where a step begins behind the one that samples them
+    embedding     every rank looks up ids in its vocabulary shard ──all-gather──▶ each takes the rows of all its tokens
+    o, down       every rank's partial product ──all-reduce──▶ added to the residual; experts likewise
+    lm_head       every rank's shard of the logits ──gather──▶ rank 0, which samples
+    tokens        rank 0's sampled tokens ──broadcast──▶ all ranks, if the next step is launched ahead of the host
 
-The order of a sum is the order of the ranks, for every row and every batch: a row computes the same bits in any batch,
-and all ranks hold the same residual to the last bit. An all-reduce would not do: gloo's cuts the buffer into as many
-parts as there are ranks and begins the sum of each part at another rank, so that a row's order would follow its place
-in the batch. On a processor the terms are float32, rounded once when they have been summed. On a GPU the sums are
-NCCL's all-reduce in the model's dtype: there the matrix products depend on the batch already. NCCL's are kernels, so a
-recorded step has them in it; gloo's are the processor's work, and no step with them is recorded.
+On a GPU the sums and the lookup are NCCL's all-reduce in the model's dtype; its collectives are kernels, so a recorded
+step (a CUDA graph) contains them. On a CPU (gloo) an all-reduce is an all-gather whose parts every rank adds in the
+order of ranks: results are batch-invariant, and all ranks hold the same residual to the last bit. Gloo's own ring
+all-reduce adds each chunk of the buffer in another order of ranks, so a row's bits would depend on its place in the
+batch; on a GPU the matrix products make them depend on the batch anyway. Partial products on a CPU are float32, rounded
+once after the sum; the experts' are in the model's dtype. Gloo runs on the host: no step is recorded with it.
 
-Used by the lean model on every rank, in lock-step: every rank calls the same with as many rows.
+Used by the lean models (`lean_llama.py` …) on every rank: all make the same calls in the same order, with equal rows.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from cohort.common.errors import InvariantViolated
 log = structlog.get_logger(__name__)
 
 EXCHANGE_TIMEOUT_S = 30.0
-"""Time that one rank waits for another within a step; then that one counts as lost."""
+"""Time that one rank waits for another within a step; after that the other one counts as lost."""
 
 Store = Any
 """Store of torch, whose bindings are untyped."""
@@ -46,37 +45,39 @@ _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 @dataclass(frozen=True, slots=True)
-class RankGroup:
-    """Place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks, or the
-    store by which ranks of several hosts meet. `interface`: of the network that they exchange over; "" = loopback.
-    `meet` returns when every rank is about to connect. `failed` gets the reason why this rank is out of step."""
+class RankSettings:
+    """A rank's place among `degree` ranks (the tensor-parallel size), and how it connects; made before the model is.
+    `store`: path of a fresh file that all ranks share, or the rendezvous store of ranks on several hosts. `interface`:
+    network interface of the collectives; "" = loopback. `barrier` blocks until every rank is about to connect.
+    `on_failure` gets the reason why this rank has not done what the others did, which ends the group."""
 
     rank: int
     degree: int
     store: str | Store
-    meet: Callable[[], None]
-    failed: Callable[[str], None] = lambda reason: None  # the error itself ends this rank
+    barrier: Callable[[], None]
+    on_failure: Callable[[str], None] = lambda reason: None  # a follower's process ends by the error that is raised
     interface: str = ""
 
 
-class Ranks:
-    def __init__(self, group: RankGroup, geometry: ModelGeometry, device: torch.device) -> None:
-        self.share = RankShare(geometry, group.rank, group.degree)
-        self.failed = group.failed
-        self.reduced_bytes = 0
-        """Bytes summed over the ranks so far; of a recorded step when it was recorded."""
-        self._group, self._device = group, device
+class RankComm:
+    def __init__(self, settings: RankSettings, geometry: ModelGeometry, device: torch.device) -> None:
+        self.share = RankShare(geometry, settings.rank, settings.degree)
+        """Shard of the model that this rank holds."""
+        self.on_failure = settings.on_failure
+        self.allreduce_bytes = 0
+        """Bytes of the partial sums that this rank put into `allreduce_` calls. Replays of recorded steps add none."""
+        self._settings, self._device = settings, device
         self._on_gpu = device.type == "cuda"
-        self._own = torch.empty(0, dtype=torch.uint8, device=device)
-        self._all = torch.empty(0, dtype=torch.uint8, device=device)
-        self._logits = torch.empty(0, device=device)
-        self._kept = False
+        self._send_buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._gather_buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._logits_buffer = torch.empty(0, device=device)
+        self._frozen = False
 
     def connect(self) -> None:
         """Connect, once, when this rank has loaded its weights."""
-        self._group.meet()
-        share, interface, store = self.share, self._group.interface, self._group.store
-        # Of one machine: nothing else may reach it. NCCL chooses by itself between devices of one machine.
+        self._settings.barrier()
+        share, interface, store = self.share, self._settings.interface, self._settings.store
+        # Ranks of one machine: no other host may reach gloo's sockets. NCCL needs no interface between its devices.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo")
         if interface:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
@@ -88,125 +89,125 @@ class Ranks:
             timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
         )
         if not self._on_gpu:
-            log.info("steps of ranks on a processor are not recorded: gloo exchanges there", degree=share.degree)
+            log.info("tensor parallelism on CPUs uses gloo: steps are not recorded", degree=share.degree)
 
     def close(self) -> None:
-        """Leave the group, in a process that goes on. NCCL waits for the end of any step that was recorded with it."""
+        """Leave the group, if the process lives on. Drop recorded steps first: NCCL waits for their end."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def least(self, value: int) -> int:
-        found = torch.tensor([value], device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
+    def all_min(self, value: int) -> int:
+        """Return the minimum of all ranks' values. A collective call."""
+        minimum = torch.tensor([value], device=self._device)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
+        return int(minimum)
 
-    def reserve(self, tokens: int, rows: int, dtype: torch.dtype) -> None:
-        """Allocate for the exchanges of any step of `tokens` tokens in `dtype`, `rows` of them sampled."""
-        hidden, sampled = self.share.geometry.hidden_size, (rows, self.share.vocabulary_part, torch.float32)
-        terms = (tokens, hidden, dtype if self._on_gpu else torch.float32)
-        self._term(*terms)
-        self._term(*sampled)
+    def reserve(self, max_tokens: int, max_sampled: int, dtype: torch.dtype) -> None:
+        """Allocate the buffers of any step of `max_tokens` tokens in `dtype`, `max_sampled` of them sampled."""
+        hidden, sampled = self.share.geometry.hidden_size, (max_sampled, self.share.vocabulary_part, torch.float32)
+        partial = (max_tokens, hidden, dtype if self._on_gpu else torch.float32)
+        self._view_send(*partial)
+        self._view_send(*sampled)
         if not self._on_gpu:
-            self._space(*terms)
+            self._view_gather(*partial)
         if self.share.rank == 0:
-            self._space(*sampled)
-            self._whole(rows)
+            self._view_gather(*sampled)
+            self._view_logits(max_sampled)
 
-    def keep_buffers(self) -> None:
-        """Fix the buffers, whose addresses recorded steps hold: an exchange that needs larger ones is then an error."""
-        self._kept = True
+    def freeze_buffers(self) -> None:
+        """Keep the buffers, whose addresses recorded steps hold: a call that needs larger ones raises from now on."""
+        self._frozen = True
 
-    def hand_out(self, tokens: Tensor) -> None:
+    def broadcast_tokens(self, tokens: Tensor) -> None:
         """Broadcast rank 0's tokens, int64 [n], in place."""
         dist.broadcast(tokens, src=0)
 
     def embed(self, embedding: Embedding, ids: Tensor, out: Tensor) -> None:
-        """Set out [T, hidden] to the rows of tokens `ids` [T] of the whole table; `embedding` has this rank's rows."""
+        """Set out [T, hidden] to the embeddings of `ids` [T]; `embedding` is this rank's shard of the table."""
         first, end = self.share.vocabulary
-        here = (ids >= first) & (ids < end)
-        own = (ids - first).mul_(here)
+        is_local = (ids >= first) & (ids < end)
+        local_ids = (ids - first).mul_(is_local)  # ids of other shards look up row 0, which is discarded
         if self._on_gpu:  # every rank but one adds zeros
-            embedding.into(own, out)
-            dist.all_reduce(out.masked_fill_(~here[:, None], 0))
+            embedding.into(local_ids, out)
+            dist.all_reduce(out.masked_fill_(~is_local[:, None], 0))
             return
-        part = self._term(len(ids), out.shape[1], out.dtype)
-        embedding.into(own, part)
-        everywhere = self._gathered(part).view(-1, out.shape[1])
-        owner = torch.div(ids, self.share.vocabulary_part, rounding_mode="floor")
+        rows = self._view_send(len(ids), out.shape[1], out.dtype)
+        embedding.into(local_ids, rows)
+        all_rows = self._all_gather(rows).view(-1, out.shape[1])
+        owner = torch.div(ids, self.share.vocabulary_part, rounding_mode="floor")  # only the last shard may be smaller
         places = owner * len(ids) + torch.arange(len(ids), device=ids.device)
-        torch.index_select(everywhere, 0, places, out=out)
+        torch.index_select(all_rows, 0, places, out=out)
 
-    def add_into(self, product: Linear, x: Tensor, residual: Tensor) -> None:
-        """Add to residual [T, hidden] the sum over the ranks of `product` of `x`, rounded before it is added."""
-        part = self._term(len(x), product.out_features, x.dtype if self._on_gpu else torch.float32)
-        product.into(x, part)
-        self._add_sum(part, residual)
+    def allreduce_linear(self, linear: Linear, x: Tensor, residual: Tensor) -> None:
+        """Add to residual [T, hidden] the sum over the ranks of their `linear(x)`, in the residual's dtype."""
+        partial = self._view_send(len(x), linear.out_features, x.dtype if self._on_gpu else torch.float32)
+        linear.into(x, partial)
+        self._add_sum(partial, residual)
 
-    def add_term(self, add_into: Callable[[Tensor], None], residual: Tensor) -> None:
-        """Add to residual [T, hidden] the sum over the ranks of what `add_into` adds to zeros of residual's type."""
-        part = self._term(len(residual), residual.shape[1], residual.dtype).zero_()
-        add_into(part)
-        self._add_sum(part, residual)
+    def allreduce_partial(self, add_partial: Callable[[Tensor], None], residual: Tensor) -> None:
+        """Add to residual [T, hidden] the sum over the ranks of what `add_partial` adds to a buffer of zeros."""
+        partial = self._view_send(len(residual), residual.shape[1], residual.dtype).zero_()
+        add_partial(partial)
+        self._add_sum(partial, residual)
 
-    def _add_sum(self, part: Tensor, residual: Tensor) -> None:
-        self.reduced_bytes += part.numel() * part.itemsize
+    def _add_sum(self, partial: Tensor, residual: Tensor) -> None:
+        self.allreduce_bytes += partial.numel() * partial.itemsize
         if self._on_gpu:
-            dist.all_reduce(part)
-            residual.add_(part)
+            dist.all_reduce(partial)
+            residual.add_(partial)
             return
-        terms = self._gathered(part)
-        total = terms[0].float()
-        for term in terms[1:]:
-            total.add_(term)
+        partials = self._all_gather(partial)
+        total = partials[0].float()
+        for each in partials[1:]:
+            total.add_(each)
         residual.add_(total.to(residual.dtype))
 
-    def whole_logits(self, part: Tensor) -> Tensor:
-        """Return float32 [S, vocabulary] of all ranks' `part` on rank 0, until the next call; `part` on the others."""
-        rows, width, whole = len(part), self.share.vocabulary_part, self.share.geometry.vocab_size
+    def gather_logits(self, local: Tensor) -> Tensor:
+        """Return the logits, float32 [S, vocabulary], on rank 0, until the next call; `local`, its shard, elsewhere."""
+        rows, width, vocabulary = len(local), self.share.vocabulary_part, self.share.geometry.vocab_size
         if not rows:
-            return part if self.share.rank else part.new_empty((0, whole))
-        sent = self._term(rows, width, part.dtype)
-        sent[:, : part.shape[1]] = part
+            return local if self.share.rank else local.new_empty((0, vocabulary))
+        sent = self._view_send(rows, width, local.dtype)
+        sent[:, : local.shape[1]] = local
         if self.share.rank:
             dist.gather(sent, None, dst=0)
-            return part
-        parts = list(self._space(rows, width, part.dtype))
-        dist.gather(sent, parts, dst=0)
-        logits = self._whole(rows)
-        for rank, of_rank in enumerate(parts):
-            first, end = rank * width, min(whole, (rank + 1) * width)
-            logits[:, first:end] = of_rank[:, : end - first]
+            return local
+        shards = list(self._view_gather(rows, width, local.dtype))
+        dist.gather(sent, shards, dst=0)
+        logits = self._view_logits(rows)
+        for rank, shard in enumerate(shards):
+            first, end = rank * width, min(vocabulary, (rank + 1) * width)
+            logits[:, first:end] = shard[:, : end - first]
         return logits
 
-    def _gathered(self, part: Tensor) -> Tensor:
-        """Return [degree, *part]: every rank's, the same on all of them. They move as bytes."""
+    def _all_gather(self, part: Tensor) -> Tensor:
+        """Return [degree, *part.shape], identical on all ranks. Sent as bytes, whatever the dtype."""
         rows, width = part.shape
-        everywhere = self._space(rows, width, part.dtype)
-        _gather_into(everywhere.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
-        return everywhere
+        gathered = self._view_gather(rows, width, part.dtype)
+        _gather_into(gathered.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
+        return gathered
 
-    def _term(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _view_send(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         size = rows * width * dtype.itemsize
-        if len(self._own) < size:
-            self._own = self._grown(self._own, size)
-        return self._own[:size].view(dtype).view(rows, width)
+        self._send_buffer = self._enlarge(self._send_buffer, size)
+        return self._send_buffer[:size].view(dtype).view(rows, width)
 
-    def _space(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _view_gather(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         size = self.share.degree * rows * width * dtype.itemsize
-        if len(self._all) < size:
-            self._all = self._grown(self._all, size)
-        return self._all[:size].view(dtype).view(self.share.degree, rows, width)
+        self._gather_buffer = self._enlarge(self._gather_buffer, size)
+        return self._gather_buffer[:size].view(dtype).view(self.share.degree, rows, width)
 
-    def _whole(self, rows: int) -> Tensor:
+    def _view_logits(self, rows: int) -> Tensor:
         """Return float32 [rows, vocabulary], on rank 0."""
         size = rows * self.share.geometry.vocab_size
-        if len(self._logits) < size:
-            self._logits = self._grown(self._logits, size)
-        return self._logits[:size].view(rows, -1)
+        self._logits_buffer = self._enlarge(self._logits_buffer, size)
+        return self._logits_buffer[:size].view(rows, -1)
 
-    def _grown(self, buffer: Tensor, size: int) -> Tensor:
-        if self._kept:
+    def _enlarge(self, buffer: Tensor, size: int) -> Tensor:
+        if len(buffer) >= size:
+            return buffer
+        if self._frozen:
             raise InvariantViolated(
-                f"an exchange of {size} elements needs a larger buffer than recorded steps hold: {len(buffer)}"
+                f"an exchange needs a larger buffer than recorded steps hold: {size} {buffer.dtype}, of {len(buffer)}"
             )
         return buffer.new_empty(size)

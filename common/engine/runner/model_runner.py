@@ -46,7 +46,7 @@ from cohort.common.engine.models.model_forms import check_invariant, load_model
 from cohort.common.engine.models.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.group_steps import GroupSteps
-from cohort.common.engine.ranks.ranks import RankGroup, Ranks
+from cohort.common.engine.ranks.ranks import RankComm, RankSettings
 from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs, trial_batch
 from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
@@ -76,7 +76,7 @@ class ModelRunner:
         self,
         model_dir: Path,
         options: RunnerOptions,
-        group: RankGroup | None = None,
+        group: RankSettings | None = None,
         followers: Followers | None = None,
     ) -> None:
         """Load the model. Raises `ModelError` or `ConfigError`. `group`: this is one rank of a worker, whose
@@ -92,11 +92,11 @@ class ModelRunner:
         if self.batch_invariant:
             threads = options.threads or torch.get_num_threads()
             check_invariant(self.geometry, self.device, self.dtype, ranks=degree, threads=threads, model=model_dir.name)
-        self.ranks: Ranks | None = None
+        self.ranks: RankComm | None = None
         self.followers = followers
         if group is not None:
             check_degree(self.geometry, degree, model_dir.name)
-            self.ranks = Ranks(group, self.geometry, self.device)
+            self.ranks = RankComm(group, self.geometry, self.device)
         self._group = None if self.ranks is None else GroupSteps(self.ranks, followers)
         self.block_size = options.block_size
         groups = layer_groups(self.geometry.sliding_windows) if options.grouped else None
@@ -152,7 +152,7 @@ class ModelRunner:
         num_blocks = options.num_blocks or self._blocks_that_fit(options.share)
         return KvTensors(
             self._block_geometry(self._rank_geometry),
-            num_blocks=num_blocks if self.ranks is None else self.ranks.least(num_blocks),
+            num_blocks=num_blocks if self.ranks is None else self.ranks.all_min(num_blocks),
             host_blocks=options.host_blocks,
             dtype=torch.uint8 if self.kv_dtype in SCALE_BYTES else self.compute_dtype,
             device=self.device,
@@ -331,8 +331,8 @@ class ModelRunner:
                 self.ranks.reserve(self.max_step_tokens, self.max_rows, self.compute_dtype)
             recorded = steps.record(self._graph_bytes, classes)
         for each in (self._model, self.ranks):
-            if recorded.decode and isinstance(each, LeanLlama | Ranks):
-                each.keep_buffers()
+            if recorded.decode and isinstance(each, LeanLlama | RankComm):
+                each.freeze_buffers()
         return recorded
 
     def _execute(self, batch: StepBatch) -> StepOutput:

@@ -48,7 +48,7 @@ from cohort.common.engine.ranks.rank_messages import (
     receive_command,
     send,
 )
-from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.process import garbage
@@ -163,7 +163,7 @@ def _runner(setup: Setup, control: socket.socket, store: socket.socket) -> Model
             raise RankLost("rank 0 does not connect")
 
     place = setup.store or StoreOfRankZero(store)
-    group = RankGroup(setup.rank, setup.degree, place, meet, interface=setup.interface)
+    group = RankSettings(setup.rank, setup.degree, place, meet, interface=setup.interface)
     return ModelRunner(Path(setup.model_dir), setup.options, group)
 
 

@@ -34,7 +34,7 @@ from cohort.common.engine.ranks.rank_hosts import RemoteRanks
 from cohort.common.engine.ranks.rank_messages import Setup
 from cohort.common.engine.ranks.rank_orders import OpenLinks
 from cohort.common.engine.ranks.rank_transfers import opened
-from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.worker.devices import (
@@ -183,7 +183,7 @@ def load_runner(
     return runner
 
 
-def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
+def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankSettings:
     """Let the other ranks load their shares, each for a device of its own. Return rank 0's group."""
     devices = [str(device) for device, _ in own.others] + [""] * own.remote_ranks  # other hosts' ranks choose their own
     interface = "" if followers.remote is None else followers.remote.interface
@@ -193,7 +193,7 @@ def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
         return msgspec.structs.replace(setup, rank=rank, options=options, interface=interface)
 
     followers.set_up(of)
-    return RankGroup(setup.rank, setup.degree, followers.place, followers.meet, followers.end, interface)
+    return RankSettings(setup.rank, setup.degree, followers.place, followers.meet, followers.end, interface)
 
 
 async def open_worker_links(

@@ -14,7 +14,7 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.rank_messages import Setup
-from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
 from tests.engine_models import make_runner, runner_options
 
@@ -41,7 +41,7 @@ def group_runner(
             return Setup("test", rank, degree, followers.store, str(folder), of_rank(rank), logging)
 
         followers.set_up(setup)
-        group = RankGroup(0, degree, followers.store, followers.meet)
+        group = RankSettings(0, degree, followers.store, followers.meet)
         runner = ModelRunner(folder, of_rank(0), group, followers)
         try:
             yield runner

@@ -19,7 +19,7 @@ from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.models.model_files import Loading
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model, StepInputs
-from cohort.common.engine.ranks.ranks import RankGroup, Ranks
+from cohort.common.engine.ranks.ranks import RankComm, RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
 from tests.engine_models import make_runner
 
@@ -34,12 +34,12 @@ class _Meeting:
         self.parts: list[Tensor] = [torch.empty(0)] * degree
 
 
-class _Rank(Ranks):
+class _Rank(RankComm):
     def __init__(self, meeting: _Meeting, geometry: ModelGeometry, rank: int, degree: int) -> None:
-        super().__init__(RankGroup(rank, degree, "", lambda: None), geometry, _CPU)
+        super().__init__(RankSettings(rank, degree, "", lambda: None), geometry, _CPU)
         self._meeting = meeting
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _all_gather(self, part: Tensor) -> Tensor:
         meeting = self._meeting
         meeting.parts[self.share.rank] = part.clone()
         meeting.turn.release()
@@ -51,10 +51,10 @@ class _Rank(Ranks):
             meeting.turn.acquire()
         return everywhere
 
-    def whole_logits(self, part: Tensor) -> Tensor:
+    def gather_logits(self, part: Tensor) -> Tensor:
         sent = part.new_zeros((len(part), self.share.vocabulary_part))
         sent[:, : part.shape[1]] = part
-        return torch.cat(list(self._gathered(sent)), dim=1)[:, : self.share.geometry.vocab_size]
+        return torch.cat(list(self._all_gather(sent)), dim=1)[:, : self.share.geometry.vocab_size]
 
 
 class JointRanks:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.config.device_memory import DeviceShare
-from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepBatch, StepOutput
 from cohort.common.sampling_inputs import TokenHistory
@@ -34,7 +34,7 @@ WIDE = {**LLAMA_3_8B, "num_hidden_layers": 2, "vocab_size": 32000, "bos_token_id
 @pytest.fixture(scope="module", params=["a device", "a rank"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     folder = tmp_path_factory.mktemp("two-layers")
-    group = RankGroup(0, 1, str(folder / "ranks"), lambda: None) if request.param == "a rank" else None
+    group = RankSettings(0, 1, str(folder / "ranks"), lambda: None) if request.param == "a rank" else None
     made = random_model(
         folder / "model",
         WIDE if REAL else TINY,

@@ -16,7 +16,7 @@ import torch
 
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.runner_options import RunnerOptions
-from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch, trial_batch
 from cohort.services.bench.gpu_check.frame import rates
@@ -151,7 +151,7 @@ def random_model(
     device: torch.device,
     *,
     real: bool,
-    group: RankGroup | None = None,
+    group: RankSettings | None = None,
     **overrides: Any,
 ) -> ModelRunner:
     """Return a model of this shape with random weights, as a worker would load it; where not `real`, with a small

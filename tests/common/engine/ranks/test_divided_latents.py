@@ -116,4 +116,4 @@ def test_what_is_summed_is_what_is_planned_with(eight_heads: Path) -> None:
     told(runner, random_prompts([13])[0])
     geometry = runner.geometry
     for rank in joint.ranks:
-        assert rank.reduced_bytes == geometry.num_layers * reduced_bytes(geometry, 4, 13)
+        assert rank.allreduce_bytes == geometry.num_layers * reduced_bytes(geometry, 4, 13)

@@ -117,10 +117,10 @@ def test_greedy_equals_transformers(name: str, degree: int, folder_of: Callable[
         assert check_schedule(runner, expected, run_together) <= 1
         ranks, geometry = runner.ranks, read_geometry(folder)
         assert ranks is not None
-        before, driver = ranks.reduced_bytes, Driver(runner)
+        before, driver = ranks.allreduce_bytes, Driver(runner)
         driver.add("0", random_prompts([13])[0])
         driver.step([("0", 13)])
-        assert ranks.reduced_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
+        assert ranks.allreduce_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
@@ -130,11 +130,11 @@ def test_greedy_equals_transformers_within_one_process(name: str, folder_of: Cal
     runner, joint = joint_runner(folder, 2)
     assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
     assert check_schedule(runner, expected, run_together) <= 1
-    before, driver = [rank.reduced_bytes for rank in joint.ranks], Driver(runner)
+    before, driver = [rank.allreduce_bytes for rank in joint.ranks], Driver(runner)
     driver.add("0", random_prompts([13])[0])
     driver.step([("0", 13)])
     summed = runner.geometry.num_layers * reduced_bytes(runner.geometry, 4, 13)
-    assert [rank.reduced_bytes for rank in joint.ranks] == [each + summed for each in before]
+    assert [rank.allreduce_bytes for rank in joint.ranks] == [each + summed for each in before]
 
 
 def parts_of(folder: Path, degree: int, dtype: torch.dtype, kind: WeightKind = "files") -> list[Any]:

@@ -56,7 +56,7 @@ def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[s
 
         assert runner.followers is not None and runner.ranks is not None
         said: list[str] = []
-        runner.ranks.failed = said.append
+        runner.ranks.on_failure = said.append
         driver = Driver(runner)
         driver.add("0", random_prompts([5])[0])
         driver.step([("0", 5)])
@@ -94,7 +94,7 @@ def test_a_rank_that_does_not_answer_counts_as_lost(model_folder: Callable[[str]
     with group_runner(model_folder("qwen3"), 2) as runner:
         assert runner.followers is not None and runner.ranks is not None
         said: list[str] = []
-        runner.ranks.failed = said.append
+        runner.ranks.on_failure = said.append
         driver = Driver(runner)
         driver.add("0", random_prompts([5])[0])
         driver.step([("0", 5)])

@@ -23,7 +23,7 @@ from cohort.common.engine.ranks import ranks as ranks_module
 from cohort.common.engine.ranks.followers import EXIT_RANK_LOST
 from cohort.common.engine.ranks.group_steps import AgreedRecorder, GroupSteps, StepDeadlines
 from cohort.common.engine.ranks.rank_messages import RankLost
-from cohort.common.engine.ranks.ranks import RankGroup, Ranks
+from cohort.common.engine.ranks.ranks import RankComm, RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, StepClass
@@ -90,7 +90,7 @@ def test_answers_are_transformers_own(group: tuple[ModelRunner, Path], monkeypat
     expected = reference_generate(folder, random_prompts((5, 33, 9)), 10)
 
     def places() -> list[int]:
-        return [each.data_ptr() for each in (ranks._own, ranks._all, ranks._logits)]
+        return [each.data_ptr() for each in (ranks._send_buffer, ranks._gather_buffer, ranks._logits)]
 
     before = places()
     for schedule, options in ((run_together, {}), (run_chunked(7), {"shuffle": 4, "reverse": True})):
@@ -162,7 +162,7 @@ def test_a_replay_that_never_ends_ends_the_group(
         said.append(reason)
         ended.set()
 
-    monkeypatch.setattr(runner.ranks, "failed", end)
+    monkeypatch.setattr(runner.ranks, "on_failure", end)
     monkeypatch.setattr(steps, "_group", GroupSteps(runner.ranks, runner.followers, limit_s=0.05))
     monkeypatch.setattr(steps, "stream", Stream())
     driver = Driver(runner)
@@ -295,7 +295,7 @@ def test_a_class_that_a_rank_lacks_ends_the_group(
     runner, _ = group
     assert runner.ranks is not None and runner.followers is not None
     said: list[str] = []
-    monkeypatch.setattr(runner.ranks, "failed", said.append)
+    monkeypatch.setattr(runner.ranks, "on_failure", said.append)
     driver = Driver(runner)
     driver.add("0", [5, 6, 7])
     driver.step([("0", 3)])
@@ -307,17 +307,17 @@ def test_a_class_that_a_rank_lacks_ends_the_group(
 
 def test_recorded_exchanges_stay_where_they_are(model_folder: Callable[[str], Path]) -> None:
     geometry = read_geometry(model_folder("qwen3"))
-    ranks = Ranks(RankGroup(0, 2, "", lambda: None), geometry, torch.device("cpu"))
+    ranks = RankComm(RankSettings(0, 2, "", lambda: None), geometry, torch.device("cpu"))
     ranks.reserve(8, 4, torch.float32)
-    before = ranks._own.data_ptr()
-    ranks.keep_buffers()
-    ranks._term(8, geometry.hidden_size, torch.float32)
-    ranks._whole(4)
-    assert ranks._own.data_ptr() == before
+    before = ranks._send_buffer.data_ptr()
+    ranks.freeze_buffers()
+    ranks._view_send(8, geometry.hidden_size, torch.float32)
+    ranks._view_logits(4)
+    assert ranks._send_buffer.data_ptr() == before
     with pytest.raises(InvariantViolated, match="larger buffer"):
-        ranks._term(MUCH, 1, torch.float32)
+        ranks._view_send(MUCH, 1, torch.float32)
     with pytest.raises(InvariantViolated, match="larger buffer"):
-        ranks._whole(5)
+        ranks._view_logits(5)
 
 
 def test_what_gpus_exchange_is_the_whole(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +340,13 @@ def test_what_gpus_exchange_is_the_whole(model_folder: Callable[[str], Path], mo
 
     def compute(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         threading.current_thread().name = str(rank)
-        ranks = Ranks(RankGroup(rank, 2, "", lambda: None), geometry, torch.device("cpu"))
+        ranks = RankComm(RankSettings(rank, 2, "", lambda: None), geometry, torch.device("cpu"))
         ranks._on_gpu = True
         first, end = ranks.share.vocabulary
         own, columns = slice(first, end), slice(5 * rank, 5 * rank + 5)
         embedded, added = torch.full((tokens, hidden), float("nan")), residual.clone()
         ranks.embed(Embedding(whole[own].contiguous()), ids, embedded)
-        ranks.add_into(Linear(weight[:, columns].contiguous(), None), x[:, columns].contiguous(), added)
+        ranks.allreduce_linear(Linear(weight[:, columns].contiguous(), None), x[:, columns].contiguous(), added)
         return embedded, added
 
     for embedded, added in table.everywhere(compute):

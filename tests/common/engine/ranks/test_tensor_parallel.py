@@ -230,11 +230,11 @@ def test_what_is_summed_is_what_is_planned_with(group: tuple[ModelRunner, Path])
     runner, folder = group
     ranks, geometry = runner.ranks, read_geometry(folder)
     assert ranks is not None
-    before = ranks.reduced_bytes
+    before = ranks.allreduce_bytes
     driver = Driver(runner)
     driver.add("0", random_prompts([13])[0])
     driver.step([("0", 13)])
-    assert ranks.reduced_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
+    assert ranks.allreduce_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
 
 
 async def _move(source: ModelRunner, target: ModelRunner, blocks: Sequence[tuple[int, int]], folder: Path) -> None:

@@ -193,7 +193,7 @@ class Tenants:
         if key is None:
             return None
         lease = self._lease(key, traffic_class)
-        lease.hold()
+        lease.keep_open()
         lease.on_release(lambda: self._end(key, lease, None))
         return lease
 

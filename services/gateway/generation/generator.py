@@ -251,10 +251,12 @@ class Generator:
         self.host.log.debug("accepted", request_ids=generation.request_ids)
         return answering
 
-    def own_budget(
-        self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None
-    ) -> Reservation:
-        """Reserve the gateway's memory and the key's tokens. Raises a 4xx `RequestError`, `KeyLimited` among these."""
+    def reserve_budget(self, call: Call, requests: Sequence[Request], lease: Lease | None) -> Reservation:
+        """Reserve the gateway's memory for requests of `prepare`, and tokens of the API key's rate limit. Raises a 4xx
+        `RequestError`, `KeyLimited` among these."""
+        one_per_prompt = requests[:: call.n]
+        lengths = [request.prompt_tokens for request in one_per_prompt]
+        max_tokens_of = [request.sampling.max_tokens for request in one_per_prompt]
         return self.budget.reserve(self._charged(call, lengths, max_tokens_of, lease))
 
     def _charged(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None) -> Price:

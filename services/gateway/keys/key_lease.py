@@ -32,7 +32,7 @@ class Lease:
         self._reserved = 0
         self._used: list[Used] = []
         self._ended = False
-        self._held = False
+        self._kept_open = False
         self._then: Callable[[], None] = lambda: None
         self.on_judged: Judged | None = None
         """Callback for the SLOs of its choices, also after the request ended."""
@@ -57,13 +57,13 @@ class Lease:
         """Replace the sources of the tokens used by this one."""
         self._used = [used]
 
-    def hold(self) -> None:
+    def keep_open(self) -> None:
         """Keep the request open beyond its handler, until `free`."""
-        self._held = True
+        self._kept_open = True
 
     def on_release(self, then: Callable[[], None]) -> None:
         """Call `then` at once, or after `free` while the request is held."""
-        if self._held:
+        if self._kept_open:
             self._then = then
         else:
             then()
@@ -72,7 +72,7 @@ class Lease:
         """Release a held request. With `counts` False another gateway continues it, and charges for all of it."""
         if not counts:
             self._used = []
-        self._held = False
+        self._kept_open = False
         then, self._then = self._then, lambda: None
         then()
 

@@ -1,7 +1,7 @@
-"""Writes what is generated for resumable streams before their clients see it: all that came meanwhile at once.
+"""Writes the output of resumable streams to the database before their clients see it.
 
 One transaction runs at a time, in a thread; tokens that arrive meanwhile share the next one. Used by `resumption.py`.
-If the database fails, it is logged and streams go on, but cannot be resumed after this process.
+If the database fails, that is logged and streams continue, but cannot be resumed after this process.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ DISK_ERRORS = (sqlite3.Error, OSError)
 
 class Journal:
     def __init__(
-        self, path: Path, holder: str, lost: Callable[[str, bool], None], log: structlog.stdlib.BoundLogger
+        self, path: Path, holder_id: str, on_lost: Callable[[str, bool], None], log: structlog.stdlib.BoundLogger
     ) -> None:
-        """`lost` gets the digest of a stream that is no longer ours: it moved, or its client cancelled it."""
+        """`on_lost` gets the digest of a stream of which this gateway is no longer the holder: another gateway is
+        (True), or its client cancelled it (False)."""
         self._path = path
-        self._kept = OnThread(self._opening, "streams")
-        self._holder = holder
-        self._lost = lost
+        self._store = OnThread(self._open, "streams")
+        self._holder_id = holder_id
+        self._on_lost = on_lost
         self._log = log
         self._changed: dict[str, ResumeLog] = {}
-        self._owed: dict[str, list[Delta]] = {}
+        self._unstored: dict[str, list[Delta]] = {}
         """Deltas that clients have seen although the disk refused them; they are written before anything later."""
         self._writing: asyncio.Task[None] | None = None
         self._failing = False
 
     @property
     def opened(self) -> bool:
-        return self._kept.opened
+        return self._store.opened
 
     async def run(self, work: Callable[[ResumeStore], T]) -> T:
         """Run work on the database, one call after the other; the first opens it. Raises `DISK_ERRORS`."""
-        return await self._kept.run(work)
+        return await self._store.run(work)
 
-    def _opening(self) -> ResumeStore:
+    def _open(self) -> ResumeStore:
         try:
             return ResumeStore(self._path)
         except CohortError as error:
             raise sqlite3.OperationalError(str(error)) from error
 
-    def changed(self, token: str, tape: ResumeLog) -> None:
-        """Note that the tape has something to write."""
-        self._changed[token] = tape
+    def schedule(self, digest: str, resume_log: ResumeLog) -> None:
+        """Schedule a write of the log's unwritten deltas."""
+        self._changed[digest] = resume_log
         if self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write(), name="write streams")
 
@@ -64,34 +65,34 @@ class Journal:
         try:
             while self._changed:
                 changed, self._changed = self._changed, {}
-                taken = [(token, tape, tape.take_unwritten()) for token, tape in changed.items()]
-                said = [(token, encoded([*self._owed.get(token, ()), *deltas])) for token, _, deltas in taken]
+                writes = [(digest, resume_log, resume_log.take_unwritten()) for digest, resume_log in changed.items()]
+                rows = [(digest, encoded([*self._unstored.get(digest, ()), *deltas])) for digest, _, deltas in writes]
                 lost: dict[str, bool] = {}
                 try:
-                    lost = await self.run(lambda store, said=said: store.append(self._holder, said))  # type: ignore[misc]
+                    lost = await self.run(lambda store, rows=rows: store.append(self._holder_id, rows))  # type: ignore[misc]
                     self._failing = False
-                    for token, _, _ in taken:
-                        self._owed.pop(token, None)
+                    for digest, _, _ in writes:
+                        self._unstored.pop(digest, None)
                 except DISK_ERRORS as error:
-                    self.refused(error)
-                    for token, _, deltas in taken:
-                        self._owed.setdefault(token, []).extend(deltas)
-                for token, tape, deltas in taken:
-                    if token in lost:
-                        self._lost(token, lost[token])
+                    self.log_failure(error)
+                    for digest, _, deltas in writes:
+                        self._unstored.setdefault(digest, []).extend(deltas)
+                for digest, resume_log, deltas in writes:
+                    if digest in lost:
+                        self._on_lost(digest, lost[digest])
                     else:
-                        tape.written(deltas)
+                        resume_log.publish(deltas)
         finally:
             self._writing = None
 
-    async def settle(self, token: str) -> None:
-        """Write what is owed of this stream. Raises `DISK_ERRORS`."""
-        owed = self._owed.pop(token, None)
-        if owed is not None:
-            said = [(token, encoded(owed))]
-            await self.run(lambda store: store.append(self._holder, said))
+    async def flush(self, digest: str) -> None:
+        """Write the stream's deltas that the disk refused before. Raises `DISK_ERRORS`."""
+        deltas = self._unstored.pop(digest, None)
+        if deltas is not None:
+            rows = [(digest, encoded(deltas))]
+            await self.run(lambda store: store.append(self._holder_id, rows))
 
-    def refused(self, error: BaseException) -> None:
+    def log_failure(self, error: BaseException) -> None:
         if not self._failing:
             self._log.error("streams are not kept for a resume", database=str(self._path), reason=str(error))
         self._failing = True
@@ -99,4 +100,4 @@ class Journal:
     async def close(self) -> None:
         if self._writing is not None:
             await self._writing
-        await asyncio.to_thread(self._kept.close)
+        await asyncio.to_thread(self._store.close)

@@ -7,10 +7,10 @@ Of chunks (completions, chats):
     17e,u       the event with the usage too
 
 Tokens are counted, as how many share an event depends on the moment, while their text does not. Another gateway renders
-them again, unseen, and goes on after them.
+them again without sending them, and continues after them.
 
 Of named events (responses, messages), which build on each other: their number, from 0 on. They are rendered token by
-token, so that the number is the same wherever the stream is written again.
+token, so that the number is the same on every gateway that renders the stream.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Place:
             parts.pop()
         found = [_PLACE.fullmatch(part) for part in parts]
         if len(parts) != choices or not all(found):
-            raise _foreign()
+            raise _wrong_event_id()
         for index, match in enumerate(found):
             assert match is not None
             place.tokens[index] = int(match[1])
             if match[2]:
                 place.ended.add(index)
         if place.usage and len(place.ended) < choices:
-            raise _foreign()
+            raise _wrong_event_id()
         return place
 
     def __str__(self) -> str:
@@ -112,14 +112,14 @@ class MarkedWriter:
 class NumberedWriter:
     """Named events with an `id:`, without those that their client has seen."""
 
-    def __init__(self, writer: Writer, answering: Answering, seen: int, most_tokens: int) -> None:
-        """`seen`: number of the last event that was, -1 = none. `most_tokens`: those that may have been seen."""
+    def __init__(self, writer: Writer, answering: Answering, seen: int, max_tokens: int) -> None:
+        """`seen`: number of the last event that was, -1 = none. `max_tokens`: those that may have been seen."""
         self._writer = writer
         self._answering = answering
         self._seen = seen
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         self._next = 0
-        self._said = False
+        self._sent_any = False
 
     @property
     def at_once(self) -> bool:
@@ -144,8 +144,8 @@ class NumberedWriter:
         """Return the last events not seen yet. Raises as `take`."""
         events = self._unseen(await self._writer.end())
         if self._next <= self._seen:
-            raise _foreign()
-        return events if self._said else [b": all of it was seen\n\n"]
+            raise _wrong_event_id()
+        return events if self._sent_any else [b": all of it was seen\n\n"]
 
     def failed(self, error: RequestError) -> list[bytes]:
         return self._unseen(self._writer.failed(error))
@@ -159,10 +159,10 @@ class NumberedWriter:
                 continue
             if self._next > self._seen:
                 unseen.append(b"id: %d\n%b" % (self._next, event))
-            elif self._answering.choices[0].tokens > self._most_tokens:
-                raise _foreign()
+            elif self._answering.choices[0].tokens > self._max_tokens:
+                raise _wrong_event_id()
             self._next += 1
-        self._said = self._said or bool(unseen)
+        self._sent_any = self._sent_any or bool(unseen)
         return unseen
 
 
@@ -171,14 +171,14 @@ class AfterPlace(Outlet):
 
     def __init__(self, answering: Answering, place: Place) -> None:
         super().__init__()
-        self._behind = answering
+        self._target = answering
         self._missing = list(place.tokens)
         self._unended = set(place.ended)
         for index in place.ended:
             self._reach_end(index)
 
     def put(self, delta: Delta) -> None:
-        index, answering = delta.index, self._behind
+        index, answering = delta.index, self._target
         if index in answering.ended:
             return
         seen = min(self._missing[index], len(delta.tokens))
@@ -201,47 +201,47 @@ class AfterPlace(Outlet):
     def _reach_end(self, index: int) -> None:
         if index in self._unended and not self._missing[index]:
             self._unended.discard(index)
-            self._behind.ended.add(index)
-            self._behind.stop(index)
+            self._target.ended.add(index)
+            self._target.stop(index)
 
 
-def seen_of(kind: Kind, text: str, choices: int) -> Place | int:
-    """Parse what a stream's client has seen ("" = nothing): its place, or its last event's number, -1 = none. Raises a
-    400 `RequestError`."""
+def parse_last_event_id(kind: Kind, choices: int, text: str = "") -> Place | int:
+    """Return what a client has seen ("" = nothing): its place, or the number of its last event, -1 = none. Raises a 400
+    `RequestError`."""
     if kind == "chunks":
         return Place.parse(text, choices)
     if not text:
         return -1
     if not _NUMBER.fullmatch(text):
-        raise _foreign()
+        raise _wrong_event_id()
     return int(text)
 
 
-def read_on(
-    answering: Answering, writer: Writer, log: Mapping[int, Delta], seen: Place | int, *, gaps: bool = False
+def resuming_writer(
+    answering: Answering, writer: Writer, deltas: Mapping[int, Delta], place: Place | int, *, may_lag: bool = False
 ) -> Writer:
-    """Replay the unseen log into `answering`, which has nothing rendered; return the writer that goes on. With `gaps`
-    the log may lack seen tokens, which come again. Raises a 400 `RequestError` for a place beyond its end."""
+    """Put `deltas` into a new answering; return the writer that adds ids to its events and skips those up to `place`.
+    Raises a 400 `RequestError` for a place beyond the deltas, unless they `may_lag` behind the client."""
     requests = [entry.request for entry in answering.generation.entries]
-    most = [
-        request.sampling.max_tokens if gaps else len(log[index].tokens if index in log else ())
+    max_tokens = [
+        request.sampling.max_tokens if may_lag else len(deltas[index].tokens if index in deltas else ())
         for index, request in enumerate(requests)
     ]
-    if isinstance(seen, int):
+    if isinstance(place, int):
         answering.singly = True
-        writer = NumberedWriter(writer, answering, seen, most[0])
-    elif any(tokens > allowed for tokens, allowed in zip(seen.tokens, most, strict=True)):
-        raise _foreign()
+        writer = NumberedWriter(writer, answering, place, max_tokens[0])
+    elif any(tokens > limit for tokens, limit in zip(place.tokens, max_tokens, strict=True)):
+        raise _wrong_event_id()
     else:
-        if any(seen.tokens) or seen.ended:
-            answering.outlet = AfterPlace(answering, seen)
-        writer = MarkedWriter(writer, answering, seen)
-    for delta in log.values():
+        if any(place.tokens) or place.ended:
+            answering.outlet = AfterPlace(answering, place)
+        writer = MarkedWriter(writer, answering, place)
+    for delta in deltas.values():
         answering.outlet.put(delta)
     return writer
 
 
-def _foreign() -> RequestError:
+def _wrong_event_id() -> RequestError:
     return RequestError(
         f"{LAST_EVENT_HEADER}: send the id of the last event that came in this stream, or leave it out for all of it.",
         param=LAST_EVENT_HEADER,

@@ -1,9 +1,9 @@
-"""A resumable stream that a gateway generates: what it was given so far, and how another gateway submits it again.
+"""A resumable stream on the gateway that generates it: its output so far, and how another gateway resubmits it.
 
-    Streams ─▶ put ─▶ unwritten ─▶ journal ─▶ written ─▶ log ─▶ the reader of now
+    Streams ─▶ put ─▶ unwritten ─▶ journal ─▶ publish ─▶ deltas ─▶ the current reader
 
-A tape takes tokens as an outlet does: `resume_journal.py` writes them before a reader sees them, and a later connection
-reads from its client's place. `preparation.py` bounds its size. Kept by `resumption.py`.
+A `ResumeLog` takes tokens as an outlet does: `resume_journal.py` writes them before a reader (a client's connection)
+sees them, and a later reader begins at its client's place. `preparation.py` bounds its size. Used by `resumption.py`.
 """
 
 from __future__ import annotations
@@ -28,57 +28,58 @@ from cohort.services.gateway.requests.parsing import Call
 _TOKEN_BYTES = 6
 """Size of a generated token in the database, at most; `_SCORE_BYTES` is that of a log-probability."""
 _SCORE_BYTES = 16
-Outcome = Literal["done", "left", "dropped", "lost"]
-"""End of a session: complete or failed; left to the next gateway; unwanted; taken by another gateway."""
+Outcome = Literal["finished", "released", "discarded", "taken_over"]
+"""End of a session: complete or failed; released to the next gateway; expired or cancelled; another gateway has it."""
 
 
 class ResumeLog:
-    def __init__(self, *, indexes: Sequence[int] = (), log: dict[int, Delta] | None = None) -> None:
-        """`indexes`: choices by their place here; () = all. `log`: an earlier gateway's deltas by choice."""
-        self.log: dict[int, Delta] = log or {}
+    def __init__(self, *, indexes: Sequence[int] = (), deltas: dict[int, Delta] | None = None) -> None:
+        """`indexes`: choices by their index in `put`; () = all. `deltas`: an earlier gateway's, by choice."""
+        self.deltas: dict[int, Delta] = deltas or {}
+        """Written output by choice."""
         self.error: RequestError | None = None
         """Error of the stream, which the reader raises at its end."""
         self.reader: Taker = Outlet()
-        """Destination of the deltas. Another reader, which has what it needs of the log, may take its place."""
+        """Destination of new deltas. A later reader, which got its part of `deltas`, takes its place."""
         self._indexes = indexes
         self._unwritten: dict[int, Delta] = {}
-        self._changed: Callable[[], None] | None = None
+        self._on_unwritten: Callable[[], None] | None = None
 
     def put(self, delta: Delta) -> None:
-        self._of(delta.index).merge(delta)
-        if self._changed is not None:
-            self._changed()
+        self._unwritten_of(delta.index).merge(delta)
+        if self._on_unwritten is not None:
+            self._on_unwritten()
 
     def put_tokens(self, index: int, tokens: list[int]) -> None:
         """Take tokens without sending any before they are written."""
-        self._of(index).tokens += tokens
-        if self._changed is not None:
-            self._changed()
+        self._unwritten_of(index).tokens += tokens
+        if self._on_unwritten is not None:
+            self._on_unwritten()
 
-    def _of(self, index: int) -> Delta:
+    def _unwritten_of(self, index: int) -> Delta:
         choice = self._indexes[index] if self._indexes else index
         unwritten = self._unwritten.get(choice)
         if unwritten is None:
             unwritten = self._unwritten[choice] = Delta(choice)
         return unwritten
 
-    def begin(self, changed: Callable[[], None]) -> None:
-        """Set `changed`, called whenever there is something to write."""
-        self._changed = changed
+    def start(self, on_unwritten: Callable[[], None]) -> None:
+        """Set the callback for deltas to write, and call it if there are some."""
+        self._on_unwritten = on_unwritten
         if self._unwritten:
-            changed()
+            on_unwritten()
 
     def take_unwritten(self) -> list[Delta]:
         deltas, self._unwritten = list(self._unwritten.values()), {}
         return deltas
 
-    def written(self, deltas: Sequence[Delta]) -> None:
-        """Pass on deltas that are written and so may be seen."""
+    def publish(self, deltas: Sequence[Delta]) -> None:
+        """Pass on deltas that the reader may see: they are written, or never will be."""
         for delta in deltas:
-            known = self.log.get(delta.index)
-            if known is None:
-                known = self.log[delta.index] = Delta(delta.index)
-            known.merge(delta)
+            earlier = self.deltas.get(delta.index)
+            if earlier is None:
+                earlier = self.deltas[delta.index] = Delta(delta.index)
+            earlier.merge(delta)
             self.error = delta.error or self.error
             if delta.logprobs or delta.finish or delta.error:
                 self.reader.put(delta)
@@ -88,7 +89,7 @@ class ResumeLog:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A stream that is generated here. `answering`: of its reader of now."""
+    """A stream that this gateway generates. `answering`: its current reader's."""
 
     token: str
     digest: str
@@ -98,29 +99,29 @@ class Session:
     requests: list[Request]
     lease: Lease | None
     endpoint: Endpoint
-    asked: ApiRequest
+    api_request: ApiRequest
     charged_tokens: int | None = None
     """Completion tokens, and with them the prompt, that an earlier gateway charged."""
-    gaps: bool = False
-    """Whether the session came from the disk, which may lack what its client saw last of an earlier gateway."""
-    rendered: int = 0
-    """Completion tokens of a reader before this one, who may have been further."""
+    may_lag: bool = False
+    """Whether an earlier gateway's client may have seen more than that gateway could write."""
+    rendered_tokens: int = 0
+    """Completion tokens of earlier readers, which may have been further."""
     stored: bool = False
     token_announced: bool = False
     """Whether the client knows the token."""
     over: bool = False
-    unread: asyncio.Task[None] | None = None
-    grace: asyncio.TimerHandle | None = None
+    drain_task: asyncio.Task[None] | None = None
+    expiry: asyncio.TimerHandle | None = None
 
     def used(self) -> tuple[int, int]:
         prompt, completion = self.answering.used()
-        completion = max(completion, self.rendered)
+        completion = max(completion, self.rendered_tokens)
         return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
 
 
-def refuse_unkeepable(asked: str, call: Call) -> None:
-    """Refuse a request that cannot be resumed; `asked` is the client's header. Raises a 400 `RequestError`."""
-    if asked.strip().lower() != "keep":
+def check_resumable(header: str, call: Call) -> None:
+    """Refuse a request that cannot be resumed; `header` is the client's. Raises a 400 `RequestError`."""
+    if header.strip().lower() != "keep":
         raise RequestError(f"{RESUME_HEADER}: 'keep', or no such header.", param=RESUME_HEADER)
     if not call.stream:
         raise RequestError(f"{RESUME_HEADER}: only a stream can be resumed.", param=RESUME_HEADER)
@@ -131,38 +132,38 @@ def refuse_unkeepable(asked: str, call: Call) -> None:
         )
 
 
-def most_output_bytes(requests: Sequence[Request]) -> int:
+def max_output_bytes(requests: Sequence[Request]) -> int:
     """Return the most bytes that the answers' tokens take in the database."""
     each = [request.sampling for request in requests]
     return sum(it.max_tokens * (_TOKEN_BYTES + _SCORE_BYTES * (it.logprobs + 1)) for it in each)
 
 
-def resubmitted(
+def resubmissions(
     requests: Sequence[Request],
-    said: Mapping[int, Delta],
-    left: Sequence[int],
+    deltas: Mapping[int, Delta],
+    unfinished: Sequence[int],
     *,
     name: str,
     gateway: InstanceId,
     arrival_s: float,
 ) -> list[Request]:
-    """Build requests that continue the choices `left` from their output. `arrival_s`: wall clock. Ids are new, as old
-    attempts may still run; tokens depend on seed and position alone. A late first token is not refused."""
+    """Build requests that continue the unfinished choices from their output. `arrival_s`: wall clock. Ids are new, as
+    old attempts may still run; tokens depend on seed and position alone. A late first token is not refused."""
     return [
         msgspec.structs.replace(
             requests[index],
             attempt=Attempt(f"{name}-{index}", 0),
             gateway=gateway,
-            tokens=[*requests[index].tokens, *(said[index].tokens if index in said else ())],
+            tokens=[*requests[index].tokens, *(deltas[index].tokens if index in deltas else ())],
             arrival_s=arrival_s,
             if_late="serve",
         )
-        for index in left
+        for index in unfinished
     ]
 
 
-def ended_entry(now_s: float, request: Request, said: Delta | None) -> Entry:
-    return Entry(request, now_s, now_s, output=list(said.tokens) if said else [])
+def ended_entry(now_s: float, request: Request, delta: Delta | None) -> Entry:
+    return Entry(request, now_s, now_s, output=list(delta.tokens) if delta else [])
 
 
 def fail_reader(answering: Answering, error: RequestError) -> None:
@@ -171,13 +172,13 @@ def fail_reader(answering: Answering, error: RequestError) -> None:
         answering.outlet.put(Delta(index, error=error))
 
 
-def unknown() -> RequestError:
+def unknown_error() -> RequestError:
     return RequestError("There is no such stream.", status=404)
 
 
-def taken_over() -> RequestError:
+def taken_over_error() -> RequestError:
     return RequestError("This stream is read by another connection now.", status=409)
 
 
-def cancelled() -> RequestError:
+def cancelled_error() -> RequestError:
     return RequestError("This stream was cancelled.", status=410)

@@ -1,9 +1,9 @@
 """Requests of resumable streams and what was generated for them, in one SQLite database that gateways of a box share.
 
-    open ─▶ done ─▶ gone          open: some gateway (`holder`) generates, or was killed while it did
-      └───────────────▲           gone: its time is over; only the digest of its token is left, for a 410
+    open ─▶ done ─▶ gone          open: a gateway (`holder`) generates it, or was killed while it did
+      └───────────────▲           gone: it expired or was cancelled; only the digest of its token is left, for a 410
 
-A request's row is written on admission, its tokens before a client sees them. A gateway that takes an open stream
+A request's row is written on admission, its tokens before a client sees them. A gateway that claims an open stream
 becomes its holder; the former one learns that when an append is refused. Each change is a transaction in a write-ahead
 log; `synchronous=NORMAL` keeps a killed process's writes. Tokens of streams are digests. Deleted content is
 overwritten. Belongs to the thread of `resume_journal.py`; times are wall-clock seconds.
@@ -31,7 +31,7 @@ ROW_BYTES = 1024
 """Bytes counted for each stream besides its content."""
 GONE_S = 3600.0
 """Time for which an expired stream is remembered."""
-MOST_GONE = 10_000
+MAX_GONE = 10_000
 _SCHEMA = """
 CREATE TABLE streams (
     token TEXT PRIMARY KEY,
@@ -94,8 +94,8 @@ class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
         return RequestError(self.message, status=self.status, type_=self.type) if self.status else None
 
 
-class Taken(msgspec.Struct, frozen=True):
-    """Stream that its client asked for again. `charged`: its key has paid for the output so far."""
+class Claim(msgspec.Struct, frozen=True):
+    """Stream that a gateway claimed to resume it. `charged`: the output so far is charged to its API key."""
 
     record: StreamRecord
     stored_deltas: dict[int, Delta]
@@ -130,8 +130,8 @@ class ResumeStore:
         *,
         output_bytes: int,
         expires_s: float,
-        most_bytes: int,
-        most_owner_bytes: int,
+        max_bytes: int,
+        max_owner_bytes: int,
     ) -> bool:
         """Add a stream. Return False if it exceeds all streams' or its owner's space."""
         data = _encode(record)
@@ -141,7 +141,7 @@ class ResumeStore:
                 "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?), 0) FROM streams",
                 (owner,),
             ).fetchone()
-            if used + size > most_bytes or own + size > most_owner_bytes:
+            if used + size > max_bytes or own + size > max_owner_bytes:
                 return False
             self._db.execute(
                 "INSERT INTO streams (token, owner, holder, state, expires_s, bytes, record) "
@@ -150,11 +150,11 @@ class ResumeStore:
             )
         return True
 
-    def append(self, holder: str, said: Sequence[tuple[str, bytes]]) -> dict[str, bool]:
-        """Append deltas to the holder's open streams. Return those not written: True if moved, False if gone."""
+    def append(self, holder: str, rows: Sequence[tuple[str, bytes]]) -> dict[str, bool]:
+        """Append deltas to the holder's open streams. Return those it lost: True to another gateway, False if gone."""
         lost = {}
         with transaction(self._db):
-            for token, data in said:
+            for token, data in rows:
                 written = self._db.execute(
                     "INSERT INTO said (token, data) SELECT token, ? FROM streams "
                     "WHERE token = ? AND holder = ? AND state = 'open'",
@@ -171,7 +171,7 @@ class ResumeStore:
         return row is not None
 
     def end(self, token: str, holder: str, ending: Ending, expires_s: float) -> bool:
-        """open → done. False where another gateway has it now."""
+        """Move an open stream to done. Return False if another gateway has it."""
         self._db.execute(
             "UPDATE streams SET state = 'done', ending = ?, expires_s = ?, charged = 1 "
             "WHERE token = ? AND holder = ? AND state = 'open'",
@@ -179,22 +179,22 @@ class ResumeStore:
         )
         return not self._has_other_holder(token, holder)
 
-    def leave(self, token: str, holder: str, expires_s: float) -> bool:
-        """Leave a stream open to the next gateway that is asked. Its output so far is charged."""
-        left = self._db.execute(
+    def release(self, token: str, holder: str, expires_s: float) -> bool:
+        """Leave a stream open to the next gateway that claims it. Its output so far is charged."""
+        updated = self._db.execute(
             "UPDATE streams SET holder = '', charged = 1, expires_s = ? "
             "WHERE token = ? AND holder = ? AND state = 'open'",
             (expires_s, token, holder),
         )
-        return left.rowcount == 1 or not self._has_other_holder(token, holder)
+        return updated.rowcount == 1 or not self._has_other_holder(token, holder)
 
-    def drop(self, token: str, holder: str, now_s: float) -> bool:
+    def discard(self, token: str, holder: str, now_s: float) -> bool:
         """Mark a stream as gone. Return False if another gateway has it."""
         with transaction(self._db):
-            held = self._db.execute(
+            row = self._db.execute(
                 "SELECT 1 FROM streams WHERE token = ? AND holder = ? AND state = 'open'", (token, holder)
             ).fetchone()
-            if held is not None:
+            if row is not None:
                 self._empty(token, now_s)
         return not self._has_other_holder(token, holder)
 
@@ -209,22 +209,22 @@ class ResumeStore:
     def sweep(self, now_s: float) -> None:
         """Drop streams that have expired, and forget those dropped long ago."""
         with transaction(self._db):
-            over = self._db.execute(
+            expired = self._db.execute(
                 "SELECT token FROM streams WHERE expires_s <= ? AND state != 'gone'", (now_s,)
             ).fetchall()
-            for (token,) in over:
+            for (token,) in expired:
                 self._empty(token, now_s)
             self._db.execute("DELETE FROM streams WHERE expires_s <= ? AND state = 'gone'", (now_s,))
             self._db.execute(
                 "DELETE FROM streams WHERE token IN (SELECT token FROM streams WHERE state = 'gone' "
                 "ORDER BY expires_s DESC LIMIT -1 OFFSET ?)",
-                (MOST_GONE,),
+                (MAX_GONE,),
             )
 
-    def take(
+    def claim(
         self, token: str, owner: str, holder: str, *, now_s: float, expires_s: float
-    ) -> Taken | Literal["gone"] | None:
-        """Take over an open stream for `holder`. None if this owner has no such stream."""
+    ) -> Claim | Literal["gone"] | None:
+        """Make `holder` the holder of an open stream, and return it. None if this owner has no such stream."""
         with transaction(self._db):
             row = self._db.execute(
                 "SELECT state, charged, record, ending, expires_s FROM streams WHERE token = ? AND owner = ?",
@@ -240,15 +240,16 @@ class ResumeStore:
                     "UPDATE streams SET holder = ?, expires_s = ? WHERE token = ?", (holder, expires_s, token)
                 )
             rows = self._db.execute("SELECT data FROM said WHERE token = ? ORDER BY number", (token,)).fetchall()
-        said: dict[int, Delta] = {}
+        deltas: dict[int, Delta] = {}
         for (data,) in rows:
             for each in _decode_deltas(data):
                 later = Delta(each.index, each.tokens, each.logprobs, each.finish)
-                said.setdefault(each.index, Delta(each.index)).merge(later)
-        return Taken(_decode_record(record), said, None if ending is None else _decode_ending(ending), bool(charged))
+                deltas.setdefault(each.index, Delta(each.index)).merge(later)
+        end = None if ending is None else _decode_ending(ending)
+        return Claim(_decode_record(record), deltas, end, bool(charged))
 
     def cancel(self, token: str, owner: str, now_s: float) -> bool:
-        """open, done → gone, at its client's wish. False: there is none of this owner."""
+        """Move a stream to gone for its client. Return False if this owner has none."""
         with transaction(self._db):
             row = self._db.execute(
                 "SELECT 1 FROM streams WHERE token = ? AND owner = ? AND state != 'gone'", (token, owner)

@@ -1,13 +1,14 @@
-"""Resumable streams: a connection that breaks costs a client nothing, nor does the end of the gateway that served it.
+"""Resumable streams: a client loses no output when its connection breaks or its gateway stops.
 
     POST, x-cohort-resume: keep ─▶ session ─▶ events with ids, x-cohort-resume: TOKEN
-                                     │ connection lost: read to nowhere, for `resume_s`
-    GET /v1/streams/TOKEN ───────────┴─▶ the same session; where there is none: the request as it was written, its
-                                         output so far, and what follows that
+                                     │ connection lost: generation continues and is journaled, for up to `resume_s`
+    GET /v1/streams/TOKEN ───────────┴─▶ the same session; if this gateway has none, a new one: the stored request is
+                                         resubmitted with its output so far as prompt, and generation continues
 
-Called by `generator.py` for requests that ask for it, and by aiohttp. One connection reads a stream; a later one takes
-it over. What a client has seen was written before (`resume_journal.py`), so another gateway continues exactly after it;
-what the disk refused comes again, unseen. The gateway that ends a stream charges its key, once.
+Called by `generator.py` for requests with that header, and by aiohttp. One reader (a client's connection) reads a
+stream; a later one takes it over. Output is written to the journal (`resume_journal.py`) before it is sent, so another
+gateway continues exactly after it. Output that the disk refused is generated again, and what the client has seen of it
+is not sent twice. The gateway on which a stream ends charges the client's API key for it, once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, assert_never
 from weakref import WeakValueDictionary
@@ -42,25 +43,26 @@ from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.keys.key_lease import Lease
 from cohort.services.gateway.keys.middleware import OWNER
 from cohort.services.gateway.resume.resume_journal import DISK_ERRORS, Journal
-from cohort.services.gateway.resume.resume_marks import Place, read_on, seen_of
+from cohort.services.gateway.resume.resume_marks import Place, parse_last_event_id, resuming_writer
 from cohort.services.gateway.resume.resume_session import (
     Outcome,
     ResumeLog,
     Session,
-    cancelled,
+    cancelled_error,
+    check_resumable,
     ended_entry,
     fail_reader,
-    most_output_bytes,
-    refuse_unkeepable,
-    resubmitted,
-    taken_over,
-    unknown,
+    max_output_bytes,
+    resubmissions,
+    taken_over_error,
+    unknown_error,
 )
-from cohort.services.gateway.resume.resume_store import Ending, StreamRecord, Taken, digest_of
+from cohort.services.gateway.resume.resume_store import Claim, Ending, ResumeStore, StreamRecord, digest_of
 
 STREAMS_PATH = "/v1/streams/{id}"
-_HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
+_STORED_HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
 LeaseOf = Callable[[str, TrafficClass], Lease | None]
+"""Function that counts a request within its API key's limits (`key_lease.py`); None for an owner without a key."""
 T = TypeVar("T")
 
 
@@ -76,71 +78,73 @@ class Resumption:
         self._lease_of = lease_of
         self._clock = generator.host.clock
         self._log = log = generator.host.log
-        self._holder = uuid.uuid4().hex
-        self._journal = Journal(database, self._holder, self._lost, log)
+        self._holder_id = uuid.uuid4().hex  # of this gateway process, in the store
+        self._journal = Journal(database, self._holder_id, self._on_lost, log)
         self._sessions: dict[str, Session] = {}
-        self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._settling: dict[str, asyncio.Task[None]] = {}
-        """Tasks that write a stream's end, by digest."""
+        self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Locks of streams: resumes of one stream run one by one."""
+        self._finalizing: dict[str, asyncio.Task[None]] = {}
+        """Tasks that store the outcomes of ended sessions, by the digest of the stream's token."""
         self._swept_s = float("-inf")
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get(STREAMS_PATH, self.resume, allow_head=False), web.delete(STREAMS_PATH, self.cancel)]
 
     async def aclose(self) -> None:
-        """Leave running streams to the next gateway."""
+        """Release running streams to the next gateway."""
         for session in list(self._sessions.values()):
-            self._end(session, "left")
-        while self._settling:
-            await asyncio.gather(*self._settling.values(), return_exceptions=True)
+            self._end(session, "released")
+        while self._finalizing:
+            await asyncio.gather(*self._finalizing.values(), return_exceptions=True)
         await self._journal.close()
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer as `Generator.serve`, with a stream that can be resumed."""
-        session, writer = await self._accepted(endpoint, request)
+        session, writer = await self._accept(endpoint, request)
         return await self._read(request, session, session.answering, writer)
 
-    async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[Session, Writer]:
-        tape, token = ResumeLog(), secrets.token_urlsafe(16)
+    async def _accept(self, endpoint: Endpoint, request: web.Request) -> tuple[Session, Writer]:
+        resume_log, token = ResumeLog(), secrets.token_urlsafe(16)
         async with self._generator.arriving(request) as body:
-            asked = await endpoint.read(body.data, request.headers, body.caller.owner)
-            refuse_unkeepable(request.headers[RESUME_HEADER], asked.call)
-            answering = await self._generator.begin(asked.call, len(body.data), body.caller, tape)
-        requests = [entry.request for entry in answering.generation.entries]
+            api_request = await endpoint.read(body.data, request.headers, body.caller.owner)
+            check_resumable(request.headers[RESUME_HEADER], api_request.call)
+            answering = await self._generator.begin(api_request.call, len(body.data), body.caller, resume_log)
+        caller, requests = body.caller, [entry.request for entry in answering.generation.entries]
         session = Session(
-            token, digest_of(token), body.caller.owner, tape, answering, requests, body.caller.lease, endpoint, asked
+            token, digest_of(token), caller.owner, resume_log, answering, requests, caller.lease, endpoint, api_request
         )
-        self._hold(session)
+        self._hold_lease(session)
         try:
-            writer = read_on(answering, asked.writer(answering), {}, seen_of(endpoint.kind, "", len(requests)))
-            tape.reader = answering.outlet
+            nothing_seen = parse_last_event_id(endpoint.kind, len(requests))
+            writer = resuming_writer(answering, api_request.writer(answering), {}, nothing_seen)
+            resume_log.reader = answering.outlet
             session.stored = await self._store(session, body.data, request.headers)
         except BaseException:
-            session.stored = True  # it may be, later
-            self._end(session, "dropped")
+            session.stored = True  # the insert may still commit: `_finalize` deletes it then
+            self._end(session, "discarded")
             raise
         self._sessions[session.digest] = session
-        tape.begin(lambda: self._written(session))
+        resume_log.start(lambda: self._schedule_write(session))
         return session, writer
 
-    def _hold(self, session: Session) -> None:
+    def _hold_lease(self, session: Session) -> None:
         if session.lease is not None:
-            session.lease.hold()
+            session.lease.keep_open()
             session.lease.replace_usage_source(session.used)
 
     async def _store(self, session: Session, body: bytes, headers: Mapping[str, str]) -> bool:
         """Store a new stream. Return False if there is no space or the disk refuses: then it cannot be resumed."""
-        answering, most = session.answering, bounds.BOUNDS.streams_bytes
+        answering, max_bytes = session.answering, bounds.BOUNDS.streams_bytes
         record = StreamRecord(
             answering.call.chat,
             body,
-            {name: headers[name] for name in _HEADERS if name in headers},
+            {name: headers[name] for name in _STORED_HEADERS if name in headers},
             session.requests,
             answering.base_id,
             answering.created_s,
             self._model,
             session.endpoint.kind,
-            session.asked.extra(),
+            session.api_request.extra(),
         )
         try:
             await self._sweep()
@@ -148,23 +152,23 @@ class Resumption:
                 lambda store: store.add(
                     session.digest,
                     session.owner,
-                    self._holder,
+                    self._holder_id,
                     record,
-                    output_bytes=most_output_bytes(session.requests),
-                    expires_s=self._until_s(),
-                    most_bytes=most,
-                    most_owner_bytes=int(most * self._owners.share),
+                    output_bytes=max_output_bytes(session.requests),
+                    expires_s=self._expires_s(),
+                    max_bytes=max_bytes,
+                    max_owner_bytes=int(max_bytes * self._owners.share),
                 )
             )
         except DISK_ERRORS as error:
-            self._journal.refused(error)
+            self._journal.log_failure(error)
             return False
 
-    def _written(self, session: Session) -> None:
+    def _schedule_write(self, session: Session) -> None:
         if session.stored:
-            self._journal.changed(session.digest, session.resume_log)
-        else:
-            session.resume_log.written(session.resume_log.take_unwritten())
+            self._journal.schedule(session.digest, session.resume_log)
+        else:  # nothing will be written
+            session.resume_log.publish(session.resume_log.take_unwritten())
 
     async def _read(
         self, request: web.Request, session: Session, answering: Answering, writer: Writer
@@ -176,60 +180,63 @@ class Resumption:
             return await events.carry(sending, writer.failed)
         finally:
             session.token_announced = session.token_announced or events.started
-            self._left(session, answering)
+            self._on_reader_ended(session, answering)
 
     def _stream_to(self, endpoint: Endpoint, request: web.Request, token: str) -> EventStream:
         return self._generator.stream_to(endpoint, request, {RESUME_HEADER: token} if token else {})
 
-    def _left(self, session: Session, answering: Answering) -> None:
-        """Handle the end of a reader."""
+    def _on_reader_ended(self, session: Session, answering: Answering) -> None:
+        """Decide what becomes of a session whose reader, a connection or `_drain`, has ended."""
         if session.over or session.answering is not answering:
             return
-        if len(answering.ended) == len(answering.choices) and session.asked.stored is not None:
-            self._end(session, "done")
+        # An answer is complete when its API has stored it, too, or does not store it.
+        if len(answering.ended) == len(answering.choices) and session.api_request.stored is not None:
+            self._end(session, "finished")
         elif session.resume_log.error is not None:
-            # What another gateway may finish is left to it; any other error stays what the stream ended with.
-            again = session.resume_log.error.status == 503
-            self._end(session, ("left" if again else "done") if session.token_announced else "dropped")
+            # After a 503 another gateway may finish the stream; any other error is stored as its end.
+            outcome: Outcome = "released" if session.resume_log.error.status == 503 else "finished"
+            self._end(session, outcome if session.token_announced else "discarded")
         elif not (session.stored and session.token_announced):
-            self._end(session, "dropped")
+            self._end(session, "discarded")
         else:
-            self._read_unattended(session)
+            self._start_drain(session)
 
-    def _read_unattended(self, session: Session) -> None:
-        """Keep a stream whose client left going for a while, without a reader."""
-        answering, writer = self._another(session, seen_of(session.endpoint.kind, "", len(session.requests)))
-        session.unread = asyncio.create_task(self._drain(session, answering, writer), name="unread stream")
-        session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
+    def _start_drain(self, session: Session) -> None:
+        """Continue a stream whose client disconnected for `resume_s`, with a task that discards the output."""
+        nothing_seen = parse_last_event_id(session.endpoint.kind, len(session.requests))
+        answering, writer = self._attach_reader(session, nothing_seen)
+        session.drain_task = asyncio.create_task(self._drain(session, answering, writer), name="drain a stream")
+        session.expiry = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "discarded")
 
     async def _drain(self, session: Session, answering: Answering, writer: Writer) -> None:
         try:
             await answering.outlet.run(answering, writer, Nowhere())
         except RequestError:
-            pass  # it is on the tape
+            pass  # the next reader gets it from `resume_log`
         except Exception:
-            self._log.exception("stream failed unexpectedly")
-            self._end(session, "dropped")
+            self._log.exception("stream failed unexpectedly", base_id=answering.base_id)
+            self._end(session, "discarded")
         finally:
-            if session.unread is asyncio.current_task():
-                self._left(session, answering)
+            if session.drain_task is asyncio.current_task():
+                self._on_reader_ended(session, answering)
 
-    def _another(self, session: Session, seen: Place | int) -> tuple[Answering, Writer]:
-        """Return an answer for another reader; the old one fails. A 400 `RequestError` changes nothing."""
-        old, tape = session.answering, session.resume_log
+    def _attach_reader(self, session: Session, place: Place | int) -> tuple[Answering, Writer]:
+        """Attach a new reader; the previous one ends with a 409. A 400 `RequestError` leaves the session unchanged."""
+        old, resume_log = session.answering, session.resume_log
         answering = self._generator.unrendered(
             old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
         )
-        writer = read_on(answering, session.asked.writer(answering), tape.log, seen, gaps=session.gaps)
-        session.rendered = max(session.rendered, old.used()[1])
-        if session.grace is not None:
-            session.grace.cancel()
-        if session.unread is not None:
-            session.unread.cancel()
-            session.unread = None
+        writer = session.api_request.writer(answering)
+        writer = resuming_writer(answering, writer, resume_log.deltas, place, may_lag=session.may_lag)
+        session.rendered_tokens = max(session.rendered_tokens, sum(choice.tokens for choice in old.choices))
+        if session.expiry is not None:
+            session.expiry.cancel()
+        if session.drain_task is not None:
+            session.drain_task.cancel()
+            session.drain_task = None
         session.answering = answering
-        fail_reader(old, taken_over())
-        tape.reader = answering.outlet
+        fail_reader(old, taken_over_error())
+        resume_log.reader = answering.outlet
         return answering, writer
 
     def _end(self, session: Session, outcome: Outcome) -> None:
@@ -238,63 +245,64 @@ class Resumption:
             return
         session.over = True
         self._sessions.pop(session.digest, None)
-        if session.grace is not None:
-            session.grace.cancel()
-        if session.unread is not None and session.unread is not asyncio.current_task():
-            session.unread.cancel()
+        if session.expiry is not None:
+            session.expiry.cancel()
+        if session.drain_task is not None and session.drain_task is not asyncio.current_task():
+            session.drain_task.cancel()
         self._streams.abandon(session.answering.generation, "no client reads it any more")
         session.answering.reserved.release()
-        self._settling[session.digest] = asyncio.create_task(self._settle(session, outcome), name="end of a stream")
+        self._finalizing[session.digest] = asyncio.create_task(self._finalize(session, outcome), name="end a stream")
 
-    async def _settle(self, session: Session, outcome: Outcome) -> None:
-        ours = outcome != "lost"
+    async def _finalize(self, session: Session, outcome: Outcome) -> None:
+        still_holder = outcome != "taken_over"
         try:
-            if session.stored and ours:
-                await self._journal.settle(session.digest)
-                ours = await self._settled(session, outcome)
+            if session.stored and still_holder:
+                await self._journal.flush(session.digest)
+                still_holder = await self._store_outcome(session, outcome)
         except DISK_ERRORS as failure:
-            self._journal.refused(failure)
+            self._journal.log_failure(failure)
         finally:
-            self._settling.pop(session.digest, None)
+            self._finalizing.pop(session.digest, None)
             if session.lease is not None:
-                session.lease.free(counts=ours)
+                session.lease.free(counts=still_holder)
 
-    async def _settled(self, session: Session, outcome: Outcome) -> bool:
-        """Write a session's outcome. Return False if another gateway has the stream."""
-        digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
+    async def _store_outcome(self, session: Session, outcome: Outcome) -> bool:
+        """Store how a session ended. Return False if another gateway has the stream."""
+        digest, holder, now_s = session.digest, self._holder_id, self._clock.wall_s()
+        expires_s, api_request = self._expires_s(), session.api_request
         match outcome:
-            case "done":
+            case "finished":
                 cached = [entry.cached_tokens for entry in session.answering.generation.entries]
-                ending = Ending(cached, completed_at=session.asked.completed_at, kept=bool(session.asked.stored))
+                ending = Ending(cached, completed_at=api_request.completed_at, kept=bool(api_request.stored))
                 if (error := session.resume_log.error) is not None:
                     ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
-                return await self._journal.run(lambda store: store.end(digest, holder, ending, until_s))
-            case "left":
-                return await self._journal.run(lambda store: store.leave(digest, holder, until_s))
-            case "dropped":
-                return await self._journal.run(lambda store: store.drop(digest, holder, now_s))
-            case "lost":
+                return await self._journal.run(lambda store: store.end(digest, holder, ending, expires_s))
+            case "released":
+                return await self._journal.run(lambda store: store.release(digest, holder, expires_s))
+            case "discarded":
+                return await self._journal.run(lambda store: store.discard(digest, holder, now_s))
+            case "taken_over":
                 return False
             case _:
                 assert_never(outcome)
 
-    def _lost(self, digest: str, elsewhere: bool) -> None:
-        """End a session that another gateway continues (`elsewhere`), or that its client cancelled there."""
+    def _on_lost(self, digest: str, by_gateway: bool) -> None:
+        """End a session that another gateway has taken over, or that its client cancelled through another gateway."""
         session = self._sessions.get(digest)
         if session is not None:
-            fail_reader(session.answering, taken_over() if elsewhere else cancelled())
-            self._end(session, "lost" if elsewhere else "dropped")
+            fail_reader(session.answering, taken_over_error() if by_gateway else cancelled_error())
+            self._end(session, "taken_over" if by_gateway else "discarded")
 
-    def _until_s(self) -> float:
+    def _expires_s(self) -> float:
         return self._clock.wall_s() + self._config.resume_s
 
     async def _sweep(self) -> None:
-        """Extend this gateway's streams and drop expired ones, four times in `resume_s`."""
+        """Renew the expiry of this gateway's streams and discard expired ones, at most every `resume_s / 4`."""
         now_s = self._clock.wall_s()
-        if abs(now_s - self._swept_s) >= self._config.resume_s / 4:
+        if abs(now_s - self._swept_s) >= self._config.resume_s / 4:  # a wall clock may be set back
             self._swept_s = now_s
-            here = list(self._sessions)
-            await self._journal.run(lambda store: store.refresh(here, self._holder, now_s + self._config.resume_s))
+            digests, expires_s = list(self._sessions), now_s + self._config.resume_s
+            await self._journal.run(lambda store: store.refresh(digests, self._holder_id, expires_s))
             await self._journal.run(lambda store: store.sweep(now_s))
 
     async def run(self) -> None:
@@ -305,37 +313,37 @@ class Resumption:
                 try:
                     await self._sweep()
                 except DISK_ERRORS as error:
-                    self._journal.refused(error)
+                    self._journal.log_failure(error)
 
     async def resume(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v1/streams/TOKEN with `Last-Event-ID`: what followed that event, and what is still to come."""
         token, owner = request.match_info["id"], request[OWNER]
-        digest, seen = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
-        lock = self._taking.setdefault(digest, asyncio.Lock())
+        digest, last_event_id = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
+        lock = self._resume_locks.setdefault(digest, asyncio.Lock())
         async with lock:
-            settling = self._settling.get(digest)
-            if settling is not None:
-                await asyncio.wait([settling])
-            taken: Taken | None = None
+            finalizing = self._finalizing.get(digest)
+            if finalizing is not None:
+                await asyncio.wait([finalizing])
+            claim: Claim | None = None
             session = self._sessions.get(digest)
             if session is not None:
                 if session.owner != owner:
-                    raise unknown()
-                place = seen_of(session.endpoint.kind, seen, len(session.requests))
+                    raise unknown_error()
+                place = parse_last_event_id(session.endpoint.kind, len(session.requests), last_event_id)
             else:
-                taken = await self._take(digest, owner)
-                endpoint, asked = await self._asked_again(taken, owner)
-                place = seen_of(endpoint.kind, seen, len(taken.record.requests))
-                if taken.ending is None:
-                    session = self._go_on(endpoint, asked, taken, token, owner)
+                claim = await self._claim(digest, owner)
+                endpoint, api_request = await self._reparse(claim, owner)
+                place = parse_last_event_id(endpoint.kind, len(claim.record.requests), last_event_id)
+                if claim.ending is None:
+                    session = self._continue(endpoint, api_request, claim, token, owner)
                 else:
-                    answering, writer = self._ended(asked, taken, taken.ending, place)
+                    answering, writer = self._replay_finished(api_request, claim, claim.ending, place)
             if session is not None:
                 try:
-                    answering, writer = self._another(session, place)
+                    answering, writer = self._attach_reader(session, place)
                 except RequestError:
-                    if taken is not None:
-                        self._read_unattended(session)
+                    if claim is not None:
+                        self._start_drain(session)
                     raise
         if session is not None:
             return await self._read(request, session, answering, writer)
@@ -345,76 +353,73 @@ class Resumption:
         finally:
             answering.reserved.release()
 
-    async def _asked_again(self, taken: Taken, owner: str) -> tuple[Endpoint, ApiRequest]:
+    async def _reparse(self, claim: Claim, owner: str) -> tuple[Endpoint, ApiRequest]:
         """Parse a stored request again. Raises `RequestError`."""
-        record, ending = taken.record, taken.ending
+        record, ending = claim.record, claim.ending
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
-        asked = await endpoint.read(record.body, record.headers, owner, record.beside)
+        api_request = await endpoint.read(record.body, record.headers, owner, record.beside)
         if ending is not None:
-            asked.completed_at, asked.stored = ending.completed_at, ending.kept
-        self._generator.budget.check(asked.call)
-        return endpoint, asked
+            api_request.completed_at, api_request.stored = ending.completed_at, ending.kept
+        self._generator.budget.check(api_request.call)
+        return endpoint, api_request
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Answer DELETE /v1/streams/TOKEN: end the stream."""
         digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
         session = self._sessions.get(digest)
         if session is not None and session.owner == owner:
-            fail_reader(session.answering, cancelled())
-            self._end(session, "dropped")
-        elif not self._config.resume_s or not await self._or_unavailable(
-            self._journal.run(lambda store: store.cancel(digest, owner, now_s))
-        ):
-            raise unknown()
+            fail_reader(session.answering, cancelled_error())
+            self._end(session, "discarded")
+        elif not self._config.resume_s or not await self._run_or_503(lambda store: store.cancel(digest, owner, now_s)):
+            raise unknown_error()
         return web.Response(status=204)
 
-    async def _take(self, digest: str, owner: str) -> Taken:
+    async def _claim(self, digest: str, owner: str) -> Claim:
         if not self._config.resume_s:
-            raise unknown()
-        until_s, now_s = self._until_s(), self._clock.wall_s()
-        taken = await self._or_unavailable(
-            self._journal.run(lambda store: store.take(digest, owner, self._holder, now_s=now_s, expires_s=until_s))
+            raise unknown_error()
+        expires_s, now_s = self._expires_s(), self._clock.wall_s()
+        claim = await self._run_or_503(
+            lambda store: store.claim(digest, owner, self._holder_id, now_s=now_s, expires_s=expires_s)
         )
-        if taken == "gone":
+        if claim == "gone":
             raise RequestError(
-                f"This stream is over: it was cancelled, or not asked for within {self._config.resume_s:g} s "
-                "(gateway.resume_s).",
+                "This stream was cancelled or has expired: it must be resumed within "
+                f"{self._config.resume_s:g} s (gateway.resume_s).",
                 status=410,
             )
-        if taken is None or taken.record.model != self._model:
-            raise unknown()
-        return taken
+        if claim is None or claim.record.model != self._model:
+            raise unknown_error()
+        return claim
 
-    async def _or_unavailable(self, answer: Awaitable[T]) -> T:
+    async def _run_or_503(self, work: Callable[[ResumeStore], T]) -> T:
         try:
-            return await answer
+            return await self._journal.run(work)
         except DISK_ERRORS as error:
-            self._journal.refused(error)
+            self._journal.log_failure(error)
             raise RequestError(
-                "Streams cannot be resumed now: the server's database for them cannot be used.",
+                "Streams cannot be resumed now: the server cannot read them. Please retry later.",
                 status=503,
                 type_="server_error",
                 retry_after_s=1.0,
             ) from error
 
-    def _ended(self, asked: ApiRequest, taken: Taken, ending: Ending, place: Place | int) -> tuple[Answering, Writer]:
-        """Return the answer to a stream that is complete."""
-        record, call, now_s = taken.record, asked.call, self._clock.now_s()
+    def _replay_finished(
+        self, api_request: ApiRequest, claim: Claim, ending: Ending, place: Place | int
+    ) -> tuple[Answering, Writer]:
+        """Return the answer of a stream that has ended, from its stored output."""
+        record, call, now_s = claim.record, api_request.call, self._clock.now_s()
         entries = [
-            ended_entry(now_s, request, taken.stored_deltas.get(index)) for index, request in enumerate(record.requests)
+            ended_entry(now_s, request, claim.stored_deltas.get(index)) for index, request in enumerate(record.requests)
         ]
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
             entry.cached_tokens = cached
         generation = Generation(GatewayTimes(arrived_s=now_s), entries)
-        budget, first = self._generator.budget, record.requests[:: call.n]
-        reserved = budget.reserve(
-            budget.price(call, [r.prompt_tokens for r in first], [r.sampling.max_tokens for r in first])
-        )
+        reserved = self._generator.reserve_budget(call, record.requests, lease=None)
         try:
             answering = self._generator.unrendered(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
-            writer = read_on(answering, asked.writer(answering), taken.stored_deltas, place)
+            writer = resuming_writer(answering, api_request.writer(answering), claim.stored_deltas, place)
         except BaseException:
             reserved.release()
             raise
@@ -422,37 +427,33 @@ class Resumption:
             fail_reader(answering, ending.error)
         return answering, writer
 
-    def _go_on(self, endpoint: Endpoint, asked: ApiRequest, taken: Taken, token: str, owner: str) -> Session:
-        """Submit again what has not ended, after its output. Raises as a new request does; the client may retry."""
-        lease = self._lease_of(owner, asked.call.traffic_class)
+    def _continue(self, endpoint: Endpoint, api_request: ApiRequest, claim: Claim, token: str, owner: str) -> Session:
+        """Resubmit the unfinished choices, their output in the prompt. Raises as a new request does: clients retry."""
+        lease = self._lease_of(owner, api_request.call.traffic_class)
         try:
-            return self._offered(endpoint, asked, taken, token, owner, lease)
+            return self._resubmit(endpoint, api_request, claim, token, owner, lease)
         except BaseException:
             if lease is not None:
                 lease.free(counts=False)
             raise
 
-    def _offered(
-        self, endpoint: Endpoint, asked: ApiRequest, taken: Taken, token: str, owner: str, lease: Lease | None
+    def _resubmit(
+        self, endpoint: Endpoint, api_request: ApiRequest, claim: Claim, token: str, owner: str, lease: Lease | None
     ) -> Session:
-        record, said, call = taken.record, taken.stored_deltas, asked.call
+        record, deltas, call = claim.record, claim.stored_deltas, api_request.call
         requests = record.requests
-        left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
+        unfinished = [i for i in range(len(requests)) if i not in deltas or deltas[i].finish is None]
         name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
-        again = resubmitted(requests, said, left, name=name, gateway=self._instance, arrival_s=self._clock.wall_s())
-        first = requests[:: call.n]
-        reserved = self._generator.own_budget(
-            call,
-            [request.prompt_tokens for request in first],
-            [request.sampling.max_tokens for request in first],
-            lease,
+        resubmitted = resubmissions(
+            requests, deltas, unfinished, name=name, gateway=self._instance, arrival_s=self._clock.wall_s()
         )
-        tape = ResumeLog(indexes=left, log=said)
+        reserved = self._generator.reserve_budget(call, requests, lease)
+        resume_log = ResumeLog(indexes=unfinished, deltas=deltas)
         times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.on_judged)
         try:
             offer = Offered(
                 name,
-                again,
+                resubmitted,
                 choices_per_prompt=1,
                 chat=call.chat,
                 text_bytes=len(record.body),
@@ -460,19 +461,20 @@ class Resumption:
                 owner=self._owners.share_of(owner),
                 max_tokens_named=call.max_tokens is not None,
             )
-            offered = self._streams.offer(offer, times, tape) if again else Generation(times)
+            admitted = self._streams.offer(offer, times, resume_log) if resubmitted else Generation(times)
         except BaseException:
             reserved.release()
             raise
-        running = dict(zip(left, offered.entries, strict=True))
-        entries = [running.get(i) or ended_entry(now_s, request, said.get(i)) for i, request in enumerate(requests)]
+        running = dict(zip(unfinished, admitted.entries, strict=True))
+        entries = [running.get(i) or ended_entry(now_s, request, deltas.get(i)) for i, request in enumerate(requests)]
         generation = Generation(times, entries)
         answering = self._generator.unrendered(call, requests, generation, record.base_id, record.created_s, reserved)
-        charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
-        session = Session(token, digest_of(token), owner, tape, answering, requests, lease, endpoint, asked, charged)
-        session.stored = session.token_announced = session.gaps = True
-        self._hold(session)
+        output_tokens = sum(len(delta.tokens) for delta in deltas.values())
+        session = Session(token, digest_of(token), owner, resume_log, answering, requests, lease, endpoint, api_request)
+        session.charged_tokens = output_tokens if claim.charged else None
+        session.stored = session.token_announced = session.may_lag = True
+        self._hold_lease(session)
         self._sessions[session.digest] = session
-        self._log.info("stream goes on here", tokens=sum(len(delta.tokens) for delta in said.values()))
-        tape.begin(lambda: self._written(session))
+        self._log.info("resumed a stream of another gateway", base_id=record.base_id, output_tokens=output_tokens)
+        resume_log.start(lambda: self._schedule_write(session))
         return session

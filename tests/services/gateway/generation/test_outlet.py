@@ -17,7 +17,7 @@ from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.generation.delta import Caller, Delta, GatewayTimes, Generation
 from cohort.services.gateway.generation.preparation import Reservation, prepare
 from cohort.services.gateway.http.sse import EventStream
-from cohort.services.gateway.resume.resume_marks import read_on, seen_of
+from cohort.services.gateway.resume.resume_marks import parse_last_event_id, resuming_writer
 from cohort.services.gateway.resume.resume_session import ended_entry
 from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site
@@ -228,7 +228,7 @@ async def test_however_tokens_come_their_client_reads_the_same(
             )
             writer, sink = asked.writer(answering), Reads(random)
             if marked:
-                writer = read_on(answering, writer, {}, seen_of(endpoint.kind, "", len(requests)))
+                writer = resuming_writer(answering, writer, {}, parse_last_event_id(endpoint.kind, len(requests)))
             running = asyncio.create_task(answering.outlet.run(answering, writer, sink))
             while left:
                 index = random.choice(list(left))

@@ -53,7 +53,7 @@ from cohort.services.gateway.batches.batch_lines import AnswerLine
 from cohort.services.gateway.batches.batches import Batches
 from cohort.services.gateway.front_page import ChatPage, FrontPage
 from cohort.services.gateway.generation import request_trace
-from cohort.services.gateway.generation.generator import GatewayHost, Generator
+from cohort.services.gateway.generation.generator import GatewayContext, Generator
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.traffic_report import REPORT_EVERY_S, TrafficReport
 from cohort.services.gateway.http.connections import Handover, SlowReaders
@@ -112,7 +112,7 @@ class Gateway:
             self.streams.stats.traffic = TrafficReport(context.clock)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
         served = Served(card, tokenizer, written, self._max_model_len)
-        host = GatewayHost(context.instance, context.clock, self._metrics, context.log)
+        host = GatewayContext(context.instance, context.clock, self._metrics, context.log)
         self.generator = Generator(config.gateway, served, host, self.streams, self._owners)
         self._api = OpenAiApi(self.generator)
         self._messages = MessagesApi(self.generator)

@@ -30,7 +30,7 @@ from cohort.common.process.logs import configure_logging
 from cohort.common.process.metrics import MetricFactory, RequestMetrics
 from cohort.services.gateway.generation.answering import Answering
 from cohort.services.gateway.generation.delta import Caller
-from cohort.services.gateway.generation.generator import GatewayHost, Generator
+from cohort.services.gateway.generation.generator import GatewayContext, Generator
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import Served
@@ -77,7 +77,7 @@ class Crowd:
         self._streams = Streams(machine, machine, send=lambda *_: None, clock=clock, metrics=metrics, log=log)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
         served = Served(card, tokenizer, written, lambda: CONTEXT)
-        host = GatewayHost("gateway", clock, metrics, log)
+        host = GatewayContext("gateway", clock, metrics, log)
         self._generator = Generator(config.gateway, served, host, self._streams, Owners(config, ()))
         self.open: list[Answering] = []
         self.refused: Counter[int] = Counter()
@@ -85,7 +85,7 @@ class Crowd:
     async def accept(self, body: Body) -> bool:
         data = json.dumps(body).encode()
         try:
-            reader = self._generator.reader
+            reader = self._generator.parser
             call = await reader.read(data, lambda body: reader.completion(body, {}), chat=False)
             answering = await self._generator.begin(call, len(data), Caller("", "", 0.0))
         except RequestError as error:

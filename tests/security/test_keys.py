@@ -130,7 +130,7 @@ async def test_two_names_of_one_secret_are_one_owner_everywhere(
     )
     async with opened as site, client_of(site, "s") as client:
         owners = site.gateway._owners
-        assert owners.several == several and bool(owners.share_of("o")) == several
+        assert owners.several == several and bool(owners.queue_owner("o")) == several
         long = job(ask(max_tokens=400, ignore_eos=True))
         batches = [await begin(client, long)]
         if several:

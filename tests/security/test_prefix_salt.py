@@ -93,7 +93,7 @@ def test_chains_of_different_salts_have_no_hash_in_common(tokens: list[int], one
 def salts(config: Config, keys: Seq[str], *owners: str) -> list[str]:
     made = Owners(config, keys)
     plain = [msgspec.structs.replace(sequence("r", "").request)]
-    return [made.marked(plain, owner, max_tokens_named=True)[0].prefix_salt for owner in owners]
+    return [made.with_owner(plain, owner, max_tokens_named=True)[0].prefix_salt for owner in owners]
 
 
 def test_each_of_several_keys_has_a_salt_of_its_own() -> None:

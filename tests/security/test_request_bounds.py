@@ -31,7 +31,7 @@ from cohort.services.gateway.generation.preparation import RequestBudget
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.requests import parsing
 from cohort.services.gateway.requests.model_card import ModelCard, Served
-from cohort.services.gateway.requests.parsing import Reader, parse_completion
+from cohort.services.gateway.requests.parsing import RequestParser, parse_completion
 from tests.counting import lines_run
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
@@ -195,9 +195,9 @@ def test_a_price_is_counts_alone() -> None:
 
 
 async def test_a_hopeless_body_is_refused_by_its_length() -> None:
-    def reader(longest_token: int) -> Reader:
+    def reader(longest_token: int) -> RequestParser:
         tokenizer: Any = SimpleNamespace(longest_token=longest_token)
-        return Reader(LIMITS, Served(CARD, tokenizer, None, lambda: 2048))
+        return RequestParser(LIMITS, Served(CARD, tokenizer, None, lambda: 2048))
 
     fits = 2048 * 16 * 6 + (1 << 20)
     assert await reader(16).read(bytes(fits), len, chat=True) == fits

@@ -198,7 +198,6 @@ class RankComm:
         return self._gather_buffer[:size].view(dtype).view(self.share.degree, rows, width)
 
     def _view_logits(self, rows: int) -> Tensor:
-        """Return float32 [rows, vocabulary], on rank 0."""
         size = rows * self.share.geometry.vocab_size
         self._logits_buffer = self._enlarge(self._logits_buffer, size)
         return self._logits_buffer[:size].view(rows, -1)

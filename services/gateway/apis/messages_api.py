@@ -18,7 +18,7 @@ from cohort.services.gateway.apis.messages_api_bodies import NAMES, CountTokensB
 from cohort.services.gateway.apis.messages_api_events import Event, MessageWriter, Ping
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
-from cohort.services.gateway.generation.delta import Kind
+from cohort.services.gateway.generation.delta import StreamKind
 from cohort.services.gateway.generation.generator import ApiRequest, Generator
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_error, renamed
 from cohort.services.gateway.http.request_bodies import refuse_shape
@@ -27,7 +27,7 @@ from cohort.services.gateway.keys.middleware import REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call, decode
 
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
-QUIET_S = 15.0
+KEEPALIVE_S = 15.0
 """Idle time until a stream gets a ping, as proxies and clients close connections that are silent for a minute."""
 B = TypeVar("B", bound=CountTokensBody)
 _encode = msgspec.json.Encoder().encode
@@ -40,13 +40,13 @@ class CountedTokens(msgspec.Struct, frozen=True):
 
 
 class MessagesApi:
-    kind: Kind = "messages"
+    kind: StreamKind = "messages"
     chat = True
     id_headers: Sequence[str] = (REQUEST_ID_HEADER, "request-id")
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self.quiet_s: float | None = QUIET_S
+        self.keepalive_s: float | None = KEEPALIVE_S
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(MESSAGES_PATH, self.messages), web.post(COUNT_TOKENS_PATH, self.count_tokens)]
@@ -68,15 +68,15 @@ class MessagesApi:
         return web.Response(body=_encode(counted), content_type="application/json")
 
     async def _parse(self, data: bytes, headers: Mapping[str, str], decoder: msgspec.json.Decoder[B]) -> Call:
-        reader = self._generator.reader
+        parser = self._generator.parser
 
         def read(data: bytes) -> Call:
-            refuse_shape(data, reader.config, chat=True)
-            return reader.chat_call(chat_of(decode(decoder, data)), headers)
+            refuse_shape(data, parser.config, chat=True)
+            return parser.chat_call(chat_of(decode(decoder, data)), headers)
 
-        return await reader.read(data, read, chat=True)
+        return await parser.read(data, read, chat=True)
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
         return _MessagesRequest(await self._parse(data, headers, _decoder))
 
 
@@ -110,7 +110,7 @@ class _Events:
         due = _framed(self._writer.take(step.piece))
         return [*self._opening(), *due] if due else []
 
-    def quiet(self) -> list[bytes]:
+    def keepalive(self) -> list[bytes]:
         return [*self._opening(), *_framed([Ping()])]
 
     async def end(self) -> list[bytes]:

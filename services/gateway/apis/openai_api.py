@@ -18,7 +18,7 @@ from cohort.common.types import FinishReason
 from cohort.services.gateway.batches.batch_lines import LineAnswer
 from cohort.services.gateway.generation.answering import Answering, Mean, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
-from cohort.services.gateway.generation.delta import Caller, Kind
+from cohort.services.gateway.generation.delta import Caller, StreamKind
 from cohort.services.gateway.generation.generator import ApiRequest, Endpoint, Generator
 from cohort.services.gateway.generation.openai_shapes import Answer, Scores
 from cohort.services.gateway.generation.tool_calls import CallDelta, whole_calls
@@ -51,12 +51,12 @@ class OpenAiApi:
     async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
         """Answer a batch's line as if posted: best effort, after all online requests. Raises `RequestError`."""
         generator = self._generator
-        request = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
-        if request.call.stream:
+        api_request = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
+        if api_request.call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
-        answering = await generator.begin(dataclasses.replace(request.call, online=False), len(data), caller)
+        answering = await generator.begin(dataclasses.replace(api_request.call, online=False), len(data), caller)
         try:
-            answer = await request.whole(answering)
+            answer = await api_request.whole(answering)
         finally:
             generator.release(answering, "the batch gave it up")
         return LineAnswer(answer, answering.base_id, answering.usage())
@@ -65,17 +65,17 @@ class OpenAiApi:
 class _Chunks:
     """Endpoint of completions or of chats."""
 
-    kind: Kind = "chunks"
-    quiet_s: float | None = None
+    kind: StreamKind = "chunks"
+    keepalive_s: float | None = None
     id_headers: Sequence[str] = (REQUEST_ID_HEADER,)
 
     def __init__(self, generator: Generator, *, chat: bool) -> None:
-        self._reader = generator.reader
+        self._parser = generator.parser
         self.chat = chat
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
-        parse = self._reader.chat if self.chat else self._reader.completion
-        return _CompletionRequest(await self._reader.read(data, lambda body: parse(body, headers), chat=self.chat))
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
+        parse = self._parser.chat if self.chat else self._parser.completion
+        return _CompletionRequest(await self._parser.read(data, lambda body: parse(body, headers), chat=self.chat))
 
 
 class _CompletionRequest(ApiRequest):
@@ -150,7 +150,7 @@ class ChunkWriter:
             await self._answering.write(scores, step.piece.scores)
         return [framed(self._chunk(index, step, scores))]
 
-    def quiet(self) -> list[bytes]:
+    def keepalive(self) -> list[bytes]:
         return []
 
     async def end(self) -> list[bytes]:

@@ -23,7 +23,7 @@ from cohort.services.gateway.apis.responses_api_store import StoredResponse
 from cohort.services.gateway.apis.responses_archive import ResponseArchive
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
-from cohort.services.gateway.generation.delta import Kind
+from cohort.services.gateway.generation.delta import StreamKind
 from cohort.services.gateway.generation.generator import ApiRequest, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
 from cohort.services.gateway.http.error_shapes import renamed
@@ -34,7 +34,7 @@ from cohort.services.gateway.keys.middleware import OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call, check_model, decode
 
 RESPONSES_PATH = "/v1/responses"
-QUIET_S = 15.0
+KEEPALIVE_S = 15.0
 """Time without events until a stream is opened: proxies and clients give up silent connections."""
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(ResponsesBody)
@@ -69,7 +69,7 @@ class _ResponsesRequest(ApiRequest):
     storing: asyncio.Task[bool] | None = None
     """Task that keeps the response, started by whoever reaches the end first."""
 
-    def extra(self) -> bytes:
+    def parse_context(self) -> bytes:
         return _encode(self.items)
 
     def writer(self, answering: Answering) -> Writer:
@@ -101,14 +101,14 @@ class _ResponsesRequest(ApiRequest):
 
 
 class ResponsesApi:
-    kind: Kind = "responses"
+    kind: StreamKind = "responses"
     chat = True
     id_headers: Sequence[str] = (REQUEST_ID_HEADER,)
 
     def __init__(self, generator: Generator, archive: ResponseArchive) -> None:
         self._generator = generator
         self.archive = archive
-        self.quiet_s: float | None = QUIET_S
+        self.keepalive_s: float | None = KEEPALIVE_S
 
     def routes(self) -> list[web.RouteDef]:
         one = RESPONSES_PATH + "/{id}"
@@ -126,23 +126,23 @@ class ResponsesApi:
         except RequestError as error:
             raise renamed(error, NAMES) from error
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
-        """Parse a body; `extra` has the items as first read, as earlier responses may be gone."""
-        reader = self._generator.reader
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
+        """Parse a body; `parse_context` has the items as first read, as earlier responses may be gone."""
+        parser = self._generator.parser
 
         def again() -> _ResponsesRequest:
-            body, items = _decoder.decode(data), _items_decoder.decode(extra)
+            body, items = _decoder.decode(data), _items_decoder.decode(parse_context)
             return _ResponsesRequest(self._call(body, items, headers), api=self, owner=owner, body=body, items=items)
 
         def read(data: bytes) -> tuple[ResponsesBody, list[InputItem]]:
-            refuse_shape(data, reader.config, chat=True)
+            refuse_shape(data, parser.config, chat=True)
             body = decode(_decoder, data)
-            check_model(body.model, reader.served.card)
+            check_model(body.model, parser.served.card)
             return body, items_of(body)
 
-        if extra:
+        if parse_context:
             return await asyncio.to_thread(again)
-        body, own = await reader.read(data, read, chat=True)
+        body, own = await parser.read(data, read, chat=True)
         if body.store and not self.archive.enabled:
             raise RequestError("store: this server keeps no responses (responses.storage_bytes is 0).", param="store")
         before: list[InputItem] = []
@@ -153,36 +153,37 @@ class ResponsesApi:
         def call(_: bytes = b"") -> Call:
             return self._call(body, items, headers)
 
-        made = await (asyncio.to_thread(call) if before else reader.read(data, call, chat=True))
+        made = await (asyncio.to_thread(call) if before else parser.read(data, call, chat=True))
         return _ResponsesRequest(made, api=self, owner=owner, body=body, items=items)
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
-        call = self._generator.reader.chat_call(chat_of(body, items), headers)
+        call = self._generator.parser.chat_call(chat_of(body, items), headers)
         return dataclasses.replace(call, truncates=body.truncation == "auto")
 
     async def ended(
-        self, request: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason
+        self, api_request: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
         """Return the whole response, stored by then if that is requested."""
-        request.completed_at = request.completed_at or int(self._generator.host.clock.wall_s())
-        response = writer.response(finish, answering.usage(), request.completed_at, answering.extras([0]))
-        if request.stored is None:
-            if request.storing is None:
-                request.storing = asyncio.create_task(self._store(request, response), name="keep a response")
-            request.stored = await asyncio.shield(request.storing)
-        return response if request.stored else msgspec.structs.replace(response, store=False)
+        api_request.completed_at = api_request.completed_at or int(self._generator.context.clock.wall_s())
+        response = writer.response(finish, answering.usage(), api_request.completed_at, answering.extras([0]))
+        if api_request.stored is None:
+            if api_request.storing is None:
+                api_request.storing = asyncio.create_task(self._store(api_request, response), name="keep a response")
+            api_request.stored = await asyncio.shield(api_request.storing)
+        return response if api_request.stored else msgspec.structs.replace(response, store=False)
 
-    async def _store(self, request: _ResponsesRequest, response: ResponseObject) -> bool:
+    async def _store(self, api_request: _ResponsesRequest, response: ResponseObject) -> bool:
         if not response.store:
             return False
-        row = StoredResponse(response.id, request.owner, response.created_at, _encode(response), request.extra())
+        owner, context = api_request.owner, api_request.parse_context()
+        row = StoredResponse(response.id, owner, response.created_at, _encode(response), context)
         try:
             if await self.archive.add(row):
                 return True
         except Exception:  # a defect of ours: the answer is there all the same
-            self._generator.host.log.exception("a response could not be kept")
+            self._generator.context.log.exception("a response could not be kept")
             return False
-        self._generator.host.log.warning("a response could not be kept", response_bytes=row.bytes)
+        self._generator.context.log.warning("a response could not be kept", response_bytes=row.bytes)
         return False
 
     async def retrieve(self, request: web.Request) -> web.Response:
@@ -224,10 +225,10 @@ class _Events:
 
     at_once = True
 
-    def __init__(self, request: _ResponsesRequest, answering: Answering) -> None:
-        self._request = request
+    def __init__(self, api_request: _ResponsesRequest, answering: Answering) -> None:
+        self._api_request = api_request
         self._answering = answering
-        self._writer = request.events(answering)
+        self._writer = api_request.events(answering)
         self._finish = FinishReason.STOP
 
     def plain(self, index: int, text: str) -> bytes:
@@ -241,12 +242,12 @@ class _Events:
         self._finish = step.finish
         return _framed([*writer.begin(), *writer.take(step.piece, logprobs), *writer.close(step.finish)])
 
-    def quiet(self) -> list[bytes]:
+    def keepalive(self) -> list[bytes]:
         return _framed(self._writer.begin())
 
     async def end(self) -> list[bytes]:
         """End the stream. The response is kept even if its client left: it may come back for it."""
-        response = await self._request.api.ended(self._request, self._answering, self._writer, self._finish)
+        response = await self._api_request.api.ended(self._api_request, self._answering, self._writer, self._finish)
         return _framed([self._writer.final(response)])
 
     def failed(self, error: RequestError) -> list[bytes]:

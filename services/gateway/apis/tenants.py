@@ -215,7 +215,7 @@ class Tenants:
                 self._count(key, traffic_class, Amounts(refused=1))
             raise
         self._metrics.open(key.name).inc()
-        lease.on_judged = lambda each, outcomes: self._judge(key, each, outcomes)
+        lease.on_slo_result = lambda each, outcomes: self._judge(key, each, outcomes)
         return lease
 
     def _judge(self, key: Key, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:

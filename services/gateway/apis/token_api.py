@@ -81,7 +81,7 @@ class TokenApi:
             try:
                 tokens = await (self._of_prompt(body) if body.prompt is not None else self._of_chat(body))
             except UnicodeEncodeError as error:
-                raise RequestError("The text contains half of a surrogate pair, which is no character.") from error
+                raise RequestError("The text contains an unpaired surrogate, which is no character.") from error
         pieces = [self._tokenizer.piece(token) or "" for token in tokens] if body.return_token_strs else None
         return _json(Tokenized(len(tokens), self._max_model_len(), tokens, pieces))
 
@@ -106,7 +106,7 @@ class TokenApi:
 
     async def _of_prompt(self, body: TokenizeBody) -> list[int]:
         special = body.add_special_tokens is not False
-        [tokens] = await self._tokenizer.encode_soon([body.prompt or ""], special_tokens=special, limit=self._most)
+        [tokens] = await self._tokenizer.encode_all([body.prompt or ""], special_tokens=special, limit=self._most)
         return tokens
 
     async def _of_chat(self, body: TokenizeBody) -> list[int]:

@@ -33,7 +33,7 @@ from cohort.services.gateway.generation.openai_shapes import (
     usage_of,
 )
 from cohort.services.gateway.generation.preparation import Reservation
-from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, stable_id, whole_deltas
+from cohort.services.gateway.generation.tool_calls import CallDelta, ToolParser, stable_id, whole_deltas
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.text.tokenizer import TokenText
 
@@ -50,8 +50,8 @@ class Step:
     first: bool
 
 
-QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
-"""Empty step: the answer is still awaited."""
+KEEPALIVE = Step(Piece("", (), stopped=False), finish=None, first=False)
+"""Empty step: the stream needs a keep-alive event."""
 
 
 class Writer(Protocol):
@@ -66,8 +66,8 @@ class Writer(Protocol):
 
     async def take(self, index: int, step: Step) -> list[bytes]: ...
 
-    def quiet(self) -> list[bytes]:
-        """Return the events for a stream that has been idle for `quiet_s`."""
+    def keepalive(self) -> list[bytes]:
+        """Return the keep-alive events of a stream that has been idle for `keepalive_s`."""
 
     async def end(self) -> list[bytes]:
         """Return the last events, when all choices have ended."""
@@ -109,7 +109,7 @@ class Outlet:
 
     def __init__(self) -> None:
         self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
-        self._something = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self.waits = False
         """Whether all that came so far is with the client, or on its way there."""
         self._answering: Answering | None = None
@@ -135,28 +135,28 @@ class Outlet:
             ready = self._ready[delta.index] = Delta(delta.index)
         ready.merge(delta)
         self.waits = False
-        self._something.set()
+        self._wakeup.set()
 
-    async def run(self, answering: Answering, writer: Writer, sink: Sink, quiet_s: float | None = None) -> None:
-        """Answer until all choices have ended, calling `Writer.quiet` after every `quiet_s` without a delta. Raises the
+    async def run(self, answering: Answering, writer: Writer, sink: Sink, keepalive_s: float | None = None) -> None:
+        """Answer until all choices have ended, with `Writer.keepalive` after every idle `keepalive_s`. Raises the
         `RequestError` with which a choice fails."""
         if self.at_once and answering.plain:
             self._answering, self._writer, self._sink = answering, writer, sink
         try:
-            async for index, step in self.steps(answering, quiet_s):
-                await sink.send(writer.quiet() if step is QUIET else await writer.take(index, step))
+            async for index, step in self.steps(answering, keepalive_s):
+                await sink.send(writer.keepalive() if step is KEEPALIVE else await writer.take(index, step))
         finally:
             self._answering = None
         await sink.send(await writer.end())
 
-    async def steps(self, answering: Answering, quiet_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
-        """Yield every delta with its choice's index until all have ended; `QUIET` after every `quiet_s` without any.
+    async def steps(self, answering: Answering, keepalive_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
+        """Yield each delta with its choice's index until all have ended; `KEEPALIVE` after every idle `keepalive_s`.
         Raises the `RequestError` with which a choice fails, after the tokens that came before."""
         ended = answering.ended
         while len(ended) < len(answering.choices):
-            arrived = await self._next(quiet_s)
+            arrived = await self._next(keepalive_s)
             if arrived is None:
-                yield 0, QUIET
+                yield 0, KEEPALIVE
                 continue
             for delta in answering.due(arrived):
                 if delta.index in ended:
@@ -178,7 +178,7 @@ class Outlet:
             return False
         choice = self._choices.get(index)
         if choice is None:
-            if index not in answering.begun or index in answering.ended:
+            if index not in answering.started or index in answering.ended:
                 return False  # the first event says more
             choice = self._choices[index] = answering.choices[index]
         try:
@@ -188,33 +188,33 @@ class Outlet:
                     self._sink.soon(self._writer.plain(index, text))
         except Exception as defect:  # the client must not take an answer with a hole for a whole one
             self._defect, self.waits = defect, False
-            self._something.set()
+            self._wakeup.set()
         if self._time is not None:
             self._last_delta_s = self._time()
         return True
 
-    async def _next(self, quiet_s: float | None) -> Delta | None:
-        """Return the next delta, or None if none came within `quiet_s`."""
-        if quiet_s is None or self._ready:
+    async def _next(self, keepalive_s: float | None) -> Delta | None:
+        """Return the next delta, or None if none came within `keepalive_s`."""
+        if keepalive_s is None or self._ready:
             return await self._arrived()
         self._time = asyncio.get_running_loop().time
-        self._last_delta_s = heard_s = self._time()
+        self._last_delta_s = idle_from_s = self._time()
         while True:
             try:
-                async with asyncio.timeout_at(heard_s + quiet_s):
+                async with asyncio.timeout_at(idle_from_s + keepalive_s):
                     return await self._arrived()
             except TimeoutError:
-                if self._last_delta_s == heard_s:
+                if self._last_delta_s == idle_from_s:
                     return None
-                heard_s = self._last_delta_s
+                idle_from_s = self._last_delta_s
 
     async def _arrived(self) -> Delta:
         """Wait for a delta, without a deadline: the ledger ends every request by its own."""
         while not self._ready:
-            self._something.clear()
+            self._wakeup.clear()
             self.waits = True
             try:
-                await self._something.wait()
+                await self._wakeup.wait()
             finally:
                 self.waits = False
             if self._defect is not None:
@@ -230,9 +230,9 @@ class Mean:
     count: int = 0
 
     def add(self, scores: Sequence[ScoredToken]) -> None:
-        told = [scored.score.logprob for scored in scores if scored.score is not None]
-        self.total += sum(told)
-        self.count += len(told)
+        logprobs = [scored.score.logprob for scored in scores if scored.score is not None]
+        self.total += sum(logprobs)
+        self.count += len(logprobs)
 
     @property
     def value(self) -> float:
@@ -258,12 +258,12 @@ class Answering:
     stop: Callable[[int], None]
     """Callback for a choice that a stop string ended."""
     outlet: Outlet = field(default_factory=Outlet)
-    singly: bool = False
-    """Whether there is a step for each token, however many come at once: steps are then those of every rendering, and
-    an answer that ends with its first call has no token after it."""
-    readers: list[ToolReader] = field(default_factory=list)
-    """Readers of tool calls, one per choice; empty where calls are not read."""
-    begun: set[int] = field(default_factory=set)
+    token_by_token: bool = False
+    """Whether each token is a step of its own, however many come at once: steps are then the same on every gateway, and
+    an answer that ends with its first tool call has no token after it."""
+    tool_parsers: list[ToolParser] = field(default_factory=list)
+    """Parsers of tool calls, one per choice; empty where calls are not parsed."""
+    started: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Choices of a stream that are complete."""
     _unsent: dict[int, list[ScoredToken]] = field(default_factory=dict)
@@ -280,12 +280,12 @@ class Answering:
         """Whether an answer is its text alone, without scores, usage, stop strings or calls."""
         call = self.call
         scored = call.shows_logprobs or call.scores_prompt or call.sampling.logprobs >= 0
-        return not (scored or call.continuous_usage or call.stop_strings or self.readers)
+        return not (scored or call.continuous_usage or call.stop_strings or self.tool_parsers)
 
     def due(self, delta: Delta) -> list[Delta]:
         """Return the deltas to answer now: none until the prompt is scored, then those that waited too."""
         ready = self._ready(delta)
-        return [part for each in ready for part in each.singly()] if self.singly else ready
+        return [part for each in ready for part in each.by_token()] if self.token_by_token else ready
 
     def _ready(self, delta: Delta) -> list[Delta]:
         first = delta.index - delta.index % self.call.n
@@ -305,35 +305,35 @@ class Answering:
         """Return the delta as text. A stop string ends the choice; an echoed prompt comes with the first text."""
         index, tokens, finish = delta.index, delta.tokens, delta.finish
         if self.call.max_tokens == 0 and finish is not None:
-            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not asked for
+            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not requested
         piece = self.choices[index].feed(tokens, delta.logprobs, finish)
-        if self.readers:
+        if self.tool_parsers:
             piece = self._read_calls(index, piece, finish)
         self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish
-        first = index not in self.begun and bool(piece.text or piece.calls or finish)
+        first = index not in self.started and bool(piece.text or piece.calls or finish)
         text = piece.text
         if first:
-            self.begun.add(index)
+            self.started.add(index)
             text = self.echoes[index] + text
         piece = dataclasses.replace(piece, text=text, scores=self._behind_echo(index, piece.scores))
         return Step(piece, finish, first)
 
     def _read_calls(self, index: int, piece: Piece, finish: FinishReason | None) -> Piece:
         """Return the piece with the tool calls in its text parsed out."""
-        reader = self.readers[index]
-        found = reader.feed(piece.text)
+        parser = self.tool_parsers[index]
+        found = parser.feed(piece.text)
         calls: Sequence[CallDelta] = found.calls
         content = found.content
-        stopped = piece.stopped or (reader.ended and finish is None)
+        stopped = piece.stopped or (parser.ended and finish is None)
         if finish is not None or stopped:
-            rest = reader.finish()
+            rest = parser.finish()
             calls, content = whole_deltas(calls, rest.calls), content + rest.content
         scores = [*self._unsent.pop(index, ()), *piece.scores]
         if not (calls or content or finish or stopped):
             self._unsent[index] = scores
             scores = []
-        return Piece(content, scores, stopped, calls, called=reader.calls > 0)
+        return Piece(content, scores, stopped, calls, called=parser.calls > 0)
 
     def unique_id(self) -> str:
         """Return this answer's id, 32 hexadecimal digits: the same for every rendering, on another gateway too."""
@@ -384,10 +384,10 @@ class Answering:
 
     def likeliest(self, means: Sequence[float]) -> list[int]:
         """Return the choices to send: all, or those of each prompt with the largest mean log-probability."""
-        n, kept, chosen = self.call.n, self.call.returned_choices, list[int]()
+        n, count, chosen = self.call.n, self.call.returned_choices, list[int]()
         for first in range(0, len(means), n):
             group = range(first, first + n)
-            chosen += group if kept == n else sorted(group, key=lambda index: -means[index])[:kept]
+            chosen += group if count == n else sorted(group, key=lambda index: -means[index])[:count]
         return chosen
 
     async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:

@@ -52,14 +52,14 @@ def prompt_scores(
 
 
 class Choice:
-    __slots__ = ("_detokenizer", "_min_tokens", "_produced", "_scored", "_scores", "_sent", "_stops", "tokens")
+    __slots__ = ("_detokenizer", "_logprobs", "_min_tokens", "_produced", "_scores", "_sent", "_stops", "tokens")
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton, *, min_tokens: int, scored: bool) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton, *, min_tokens: int, logprobs: bool) -> None:
         """`stops` is shared by all choices of a request."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
-        self._scored = scored
+        self._logprobs = logprobs
         self._scores: deque[ScoredToken] = deque()
         self._produced = 0  # characters that came out of the detokeniser
         self._sent = 0  # characters that left towards the client
@@ -75,7 +75,7 @@ class Choice:
         parts: list[str] = []
         for index, token_id in enumerate(tokens):
             self.tokens += 1
-            if self._scored and index < len(scores):
+            if self._logprobs and index < len(scores):
                 self._scores.append(ScoredToken(token_id, scores[index], self._produced))
             parts.append(self._pass(self._detokenizer.feed(token_id)))
             if self._stops.matched is not None:

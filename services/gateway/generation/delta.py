@@ -1,6 +1,6 @@
-"""What the host of the gateway's machine and the handler of a request have in common: tokens on their way, and times.
+"""Data shared by the host of the gateway's machine and the handler of a request: deltas of tokens, and times.
 
-The parts of a request's time to first token and whether its SLO was kept go to metrics (`request_stats.py`) and to the
+The parts of a request's time to first token and whether its SLO was met go to metrics (`request_stats.py`) and to the
 answer's own extras (`openai_shapes.py`). All times are seconds.
 """
 
@@ -16,9 +16,9 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.process.metrics import TtftStage
 from cohort.common.types import FinishReason, RequestId, Slo
 from cohort.services.gateway.generation.request_trace import RequestTrace
-from cohort.services.gateway.keys.key_lease import Judged, Lease
+from cohort.services.gateway.keys.key_lease import Lease, OnSloResult
 
-Kind = Literal["chunks", "responses", "messages"]
+StreamKind = Literal["chunks", "responses", "messages"]
 """Format of a stream: completions and chats as chunks, the others by the name of their API."""
 
 
@@ -38,15 +38,15 @@ class Delta:
         self.finish = later.finish or self.finish
         self.error = later.error or self.error
 
-    def singly(self) -> Iterator[Delta]:
+    def by_token(self) -> Iterator[Delta]:
         for place, token in enumerate(self.tokens):
             yield Delta(self.index, [token], self.logprobs[place : place + 1])
         if self.finish is not None or self.error is not None:
             yield Delta(self.index, finish=self.finish, error=self.error)
 
 
-class Taker(Protocol):
-    """Destination of a request's tokens."""
+class TokenSink(Protocol):
+    """Destination of a request's tokens: an outlet, or a resumable stream's log."""
 
     def put(self, delta: Delta) -> None: ...
 
@@ -56,13 +56,13 @@ class Taker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Client of a request. `owner`: as `Key.owner`; `named`: the client's own id, with which ours begins."""
+    """Client of a request. `owner`: as `Key.owner`; `client_id`: its own id, with which ours begins; "" = none."""
 
     owner: str
-    named: str
+    client_id: str
     arrived_s: float
-    behind: int = 0
-    """Amount added to the priority that it asks for."""
+    priority_penalty: int = 0
+    """Amount added to the requested priority; lower is served first."""
     lease: Lease | None = None
     """Token budget of its API key; None without one."""
     trace: RequestTrace | None = None
@@ -75,7 +75,7 @@ class GatewayTimes:
     arrived_s: float
     tokenize_s: float = 0.0
     trace: RequestTrace | None = None
-    judged: Judged | None = None
+    on_slo_result: OnSloResult | None = None
     """Callback for each ended choice with SLOs; None without an API key."""
 
 

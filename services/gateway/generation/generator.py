@@ -1,9 +1,10 @@
-"""From a body to an answer in progress, whichever API it came by: the one way into the cluster.
+"""Turns HTTP bodies of all APIs into submitted requests and their answers: all generation enters the cluster here.
 
     read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ outlet ─▶ events, or one whole answer
 
-The APIs read their bodies to a `Call` and format answers; all between is here. Every exit abandons what is still open,
-so a client that disconnects frees its blocks on every worker.
+To offer is to submit to admission, which may refuse; an outlet is the queue of an answer's tokens. Each API parses its
+body into a `Call` and formats the answer; everything between is here. Every exit path aborts unfinished requests, so a
+client's disconnect frees its KV blocks on all workers.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import InstanceId, Request
 from cohort.services.gateway.generation.answering import Answering, Outlet, Writer
 from cohort.services.gateway.generation.choice import Choice, StopAutomaton
-from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation, Kind, Taker
+from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation, StreamKind, TokenSink
 from cohort.services.gateway.generation.openai_shapes import ChatShape, CompletionShape, Shape
 from cohort.services.gateway.generation.preparation import Price, RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.generation.tool_calls import ToolReader, stable_id
+from cohort.services.gateway.generation.tool_calls import ToolParser, stable_id
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.http.sse import EventStream, Outbox
@@ -44,7 +45,7 @@ from cohort.services.gateway.keys.key_lease import LEASE, Lease
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import Served
-from cohort.services.gateway.requests.parsing import Call, Reader
+from cohort.services.gateway.requests.parsing import Call, RequestParser
 from cohort.services.gateway.text.grammar_process import GrammarCompiler
 from cohort.services.gateway.text.tokenizer import TokenText, latest_turns
 
@@ -53,7 +54,7 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayHost:
+class GatewayContext:
     instance: InstanceId
     clock: Clock
     metrics: RequestMetrics
@@ -62,7 +63,7 @@ class GatewayHost:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Body of a request, which counts as in flight, and its sender."""
+    """Body of an HTTP request, whose bytes count as in flight (`request_bodies.py`), and its sender."""
 
     data: bytes
     caller: Caller
@@ -70,55 +71,56 @@ class Body:
 
 @dataclass
 class ApiRequest(ABC):
-    """Request of one API, and how that API formats the answer."""
+    """Parsed request of one API, with the formatters of its answer."""
 
     call: Call
     completed_at: int = 0
-    """Unix time of the end, for answers that state it."""
+    """Unix time of the end, for APIs whose answers have it."""
     stored: bool | None = False
-    """Whether the answer was kept for later; None until its end."""
+    """Whether the API stored the answer (Responses `store`): None until that is decided, False where no API does."""
 
     @abstractmethod
     def writer(self, answering: Answering) -> Writer:
-        """Return the writer of all its events. Called once."""
+        """Return the formatter of the answer's events. Called once for each `Answering`."""
 
     @abstractmethod
     async def whole(self, answering: Answering) -> bytes:
-        """Return the whole answer as JSON. Raises the `RequestError` that it failed with."""
+        """Return the whole answer as JSON. Raises the `RequestError` with which a choice failed."""
 
-    def extra(self) -> bytes:
-        """Return what `Endpoint.read` needs to read the same request again, besides its body."""
+    def parse_context(self) -> bytes:
+        """Return data that `Endpoint.read` needs beside the body to parse the request again after a resume."""
         return b""
 
 
 class Endpoint(Protocol):
-    kind: Kind
+    kind: StreamKind
+    """Format of its streams, by which resumed ones count their events."""
     chat: bool
-    quiet_s: float | None
-    """Time without events after which a stream shows that it is alive."""
+    keepalive_s: float | None
+    """Idle time after which a stream sends a keep-alive event; None = never."""
     id_headers: Sequence[str]
     """Headers of a stream that carry the request's id."""
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, extra: bytes = b"") -> ApiRequest:
-        """Parse a body; `extra` belongs to a request that is read again. Raises a 4xx `RequestError`."""
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
+        """Parse a body; `parse_context`: as `ApiRequest` gave it, to parse it again. Raises a 4xx `RequestError`."""
 
 
 class ResumableStreams(Protocol):
-    """Server of streams that outlive their connection."""
+    """Server of resumable streams (`resumption.py`)."""
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse: ...
 
 
 class Generator:
     def __init__(
-        self, config: GatewayConfig, served: Served, host: GatewayHost, streams: Streams, owners: Owners
+        self, config: GatewayConfig, served: Served, context: GatewayContext, streams: Streams, owners: Owners
     ) -> None:
         self.config = config
-        self.host = host
+        self.context = context
         self.streams = streams
         self.owners = owners
         self.served = served
-        self.reader = Reader(config, served)
+        self.parser = RequestParser(config, served)
         self.bodies = RequestBodies(config)
         self.budget = RequestBudget(config, served.tokenizer.longest_token)
         self._tokenizer = tokenizer = served.tokenizer
@@ -128,28 +130,28 @@ class Generator:
         self.chat = ChatShape(self._text)
         self._outbox = Outbox()
         self.resumable: ResumableStreams | None = None
-        """Maker of resumable streams; set by `service.py`."""
+        """Server of resumable streams; set by `service.py`."""
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer an HTTP request. Raises `RequestError` only while nothing was sent."""
         if self.resumable is not None and RESUME_HEADER in request.headers:
             return await self.resumable.serve(endpoint, request)
-        asked, answering = await self._accepted(endpoint, request)
+        api_request, answering = await self._accepted(endpoint, request)
         try:
             if answering.call.stream:
                 events = self.stream_to(endpoint, request)
-                writer = asked.writer(answering)
-                sending = answering.outlet.run(answering, writer, events, endpoint.quiet_s)
-                return await events.carry(sending, writer.failed)
-            return web.Response(body=await asked.whole(answering), content_type="application/json")
+                writer = api_request.writer(answering)
+                rendering = answering.outlet.run(answering, writer, events, endpoint.keepalive_s)
+                return await events.run(rendering, writer.failed)
+            return web.Response(body=await api_request.whole(answering), content_type="application/json")
         finally:
             self.release(answering)
 
     async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[ApiRequest, Answering]:
         async with self.arriving(request) as body:
-            asked = await endpoint.read(body.data, request.headers, body.caller.owner)
-            answering = await self.begin(asked.call, len(body.data), body.caller)
-        return asked, answering
+            api_request = await endpoint.read(body.data, request.headers, body.caller.owner)
+            answering = await self.begin(api_request.call, len(body.data), body.caller)
+        return api_request, answering
 
     def stream_to(
         self, endpoint: Endpoint, request: web.Request, headers: Mapping[str, str] | None = None
@@ -159,68 +161,68 @@ class Generator:
             {**dict.fromkeys(endpoint.id_headers, request[HTTP_ID]), **(headers or {})},
             self._outbox,
             write_timeout_s=self.config.write_timeout_s,
-            log=self.host.log,
+            log=self.context.log,
         )
 
     @asynccontextmanager
     async def arriving(self, request: web.Request) -> AsyncIterator[Body]:
-        """Read the body, in flight until the block ends. Raises a `RequestError`, and counts those of the block."""
-        arrived_s, owner, http_id = self.host.clock.now_s(), request[OWNER], request[HTTP_ID]
+        """Read the body, which is in flight within this context. A `RequestError` in there counts as a rejection."""
+        arrived_s, owner, http_id = self.context.clock.now_s(), request[OWNER], request[HTTP_ID]
         try:
-            self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
+            self.streams.check(request.content_length or 0, self.config.default_class, self.owners.queue_owner(owner))
             async with self.bodies.reading(request) as data:
-                own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
-                named = http_id if own else ""
-                caller = Caller(owner, named, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
+                sent_by_client = request.headers.get(REQUEST_ID_HEADER) == http_id
+                client_id = http_id if sent_by_client and _PLAIN_ID.fullmatch(http_id) else ""
+                caller = Caller(owner, client_id, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
                 yield Body(data, caller)
         except RequestError as error:
             self._count_rejection(error)
             raise
 
     async def count(self, call: Call) -> int:
-        """Count the tokens of a chat's prompt. Raises `RequestError` for more than any request may have."""
-        [tokens] = await self._tokenize(call, self.config.max_request_work)
+        """Count the tokens of a chat's prompt. Raises `RequestError` for more than `max_request_work` tokens."""
+        [tokens] = await self._tokenize(call, self.config.max_request_work)  # a token is a unit of work
         return len(tokens)
 
     def release(self, answering: Answering, reason: str = "the client went away") -> None:
-        """Cancel what is open and release its work. Harmless after a complete answer."""
+        """Abort unfinished requests and release the reservation. No effect after a complete answer."""
         self.streams.abandon(answering.generation, reason)
         answering.reserved.release()
 
-    async def begin(self, call: Call, body_bytes: int, caller: Caller, taker: Taker | None = None) -> Answering:
-        """Tokenise a call and offer its requests; the answer must be released. Tokens go to `taker`, if given, in place
-        of the answer's outlet. Raises `RequestError`."""
+    async def begin(self, call: Call, body_bytes: int, caller: Caller, sink: TokenSink | None = None) -> Answering:
+        """Tokenise a call and offer its requests; the caller must `release` the answer. Tokens go to `sink`, if
+        given, in place of the answer's outlet. Raises `RequestError`."""
         self.budget.check(call)
-        clock, card = self.host.clock, self.served.card
-        limited, sampling = call.max_tokens is not None, call.sampling
+        clock, card = self.context.clock, self.served.card
+        max_tokens_named, sampling = call.max_tokens is not None, call.sampling
         if call.grammar_spec is not None:
             sampling = msgspec.structs.replace(sampling, grammar=await self._grammars.compile(call.grammar_spec))
-        priority = self.owners.priority(call.priority) + caller.behind
+        priority = self.owners.priority(call.priority) + caller.priority_penalty
         call = dataclasses.replace(call, priority=priority, sampling=sampling)
         times = GatewayTimes(
-            caller.arrived_s, trace=caller.trace, judged=caller.lease.on_judged if caller.lease else None
+            caller.arrived_s, trace=caller.trace, on_slo_result=caller.lease.on_slo_result if caller.lease else None
         )
         began_s = clock.now_s()
         prompts = await self._tokenize(call, self.served.max_model_len())
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
         max_tokens_of = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
-        price = self._charged(call, lengths, max_tokens_of, caller.lease)
+        price = self._reserve_key(call, lengths, max_tokens_of, caller.lease)
         base_id = uuid.uuid4().hex[:20]
-        if caller.named:
-            base_id = f"{caller.named}-{base_id[:8]}"  # unique though a client may repeat its ids
+        if caller.client_id:
+            base_id = f"{caller.client_id}-{base_id[:8]}"  # unique though a client may repeat its ids
         created_s = clock.wall_s()
         requests = prepare(
             call,
             prompts,
             base_id=base_id,
-            gateway=self.host.instance,
+            gateway=self.context.instance,
             arrival_s=created_s,
             seed=secrets.randbits(63) if call.seed is None else call.seed,
             card=card,
             max_tokens_of=max_tokens_of,
         )
-        requests = self.owners.marked(requests, caller.owner, max_tokens_named=limited)
+        requests = self.owners.with_owner(requests, caller.owner, max_tokens_named=max_tokens_named)
         if times.trace is not None:
             requests = times.trace.prepared(requests, times.arrived_s, began_s, times.tokenize_s)
         outlet, reserved = Outlet(), self.budget.reserve(price)
@@ -233,43 +235,42 @@ class Generator:
                     chat=call.chat,
                     text_bytes=body_bytes,
                     stop_strings=len(call.stop_strings),
-                    owner=self.owners.share_of(caller.owner),
-                    max_tokens_named=limited,
+                    owner=self.owners.queue_owner(caller.owner),
+                    max_tokens_named=max_tokens_named,
                 ),
                 times,
-                taker or outlet,
+                sink or outlet,
             )
         except BaseException:
             reserved.release()
             raise
         if times.trace is not None:
             times.trace.admitted(generation.entries)
-        answering = self.unrendered(call, requests, generation, base_id, created_s, reserved)
+        answering = self.new_answer(call, requests, generation, base_id, created_s, reserved)
         answering.outlet = outlet
         if caller.lease is not None:
             caller.lease.add_usage_source(answering.used)
-        self.host.log.debug("accepted", request_ids=generation.request_ids)
+        self.context.log.debug("accepted", request_ids=generation.request_ids)
         return answering
 
     def reserve_budget(self, call: Call, requests: Sequence[Request], lease: Lease | None) -> Reservation:
-        """Reserve the gateway's memory for requests of `prepare`, and tokens of the API key's rate limit. Raises a 4xx
-        `RequestError`, `KeyLimited` among these."""
+        """Reserve the gateway's budget and the key's tokens for prepared requests. Raises a 4xx `RequestError`."""
         one_per_prompt = requests[:: call.n]
         lengths = [request.prompt_tokens for request in one_per_prompt]
         max_tokens_of = [request.sampling.max_tokens for request in one_per_prompt]
-        return self.budget.reserve(self._charged(call, lengths, max_tokens_of, lease))
+        return self.budget.reserve(self._reserve_key(call, lengths, max_tokens_of, lease))
 
-    def _charged(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None) -> Price:
-        """Return the price, with the key's tokens reserved. Raises as `own_budget`."""
-        price = self.budget.price(call, lengths, max_tokens_of)
+    def _reserve_key(self, call: Call, lengths: Sequence[int], max_tokens: Sequence[int], lease: Lease | None) -> Price:
+        """Reserve tokens of the API key's rate limit. Return the price, which is not in the budget yet."""
+        price = self.budget.price(call, lengths, max_tokens)
         if lease is not None:
-            unnamed = call.max_tokens is None
-            longest = self.config.default_prediction_tokens if unnamed else max(max_tokens_of)
-            expected = call.n * sum(min(longest, most) for most in max_tokens_of)
+            max_tokens_named = call.max_tokens is not None
+            predicted = max(max_tokens) if max_tokens_named else self.config.default_prediction_tokens
+            expected = call.n * sum(min(predicted, each) for each in max_tokens)
             lease.reserve(call.traffic_class, sum(lengths), expected)
         return price
 
-    def unrendered(
+    def new_answer(
         self,
         call: Call,
         requests: Sequence[Request],
@@ -278,8 +279,8 @@ class Generator:
         created_s: float,
         reserved: Reservation,
     ) -> Answering:
-        """Return the answer to a generation, with nothing rendered yet; `requests` come from `prepare`."""
-        # One per prompt, to which its choices refer.
+        """Return the answer to a generation, none of whose output is text yet; `requests` come from `prepare`."""
+        # A prompt is decoded once: its choices share the string.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)
         shape: Shape = self.chat if call.chat else self.completion
@@ -297,30 +298,28 @@ class Generator:
             stop=partial(self.streams.stop, generation),
             model=call.adapter or self.served.card.name,
             reserved=reserved,
-            singly=call.tools is not None and not call.tools.parallel,
-            readers=_tool_readers(call, len(requests), base_id, created_s),
+            token_by_token=call.tools is not None and not call.tools.parallel,
+            tool_parsers=_tool_parsers(call, len(requests), base_id, created_s),
         )
 
     def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
         detokenizer = self._text.stream(
-            context=() if call.chat else request.tokens[-16:],
+            context=() if call.chat else request.tokens[-16:],  # a first space depends on the text before
             skip_special=call.skip_special_tokens,
-            kept=call.tools.format.mark_ids if call.tools is not None else frozenset(),
+            unskipped=call.tools.format.marker_ids if call.tools is not None else frozenset(),
         )
-        return Choice(detokenizer, stops, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0)
+        return Choice(detokenizer, stops, min_tokens=call.min_tokens, logprobs=call.sampling.logprobs >= 0)
 
     async def _tokenize(self, call: Call, limit: int) -> list[list[int]]:
         try:
             if call.chat:
                 return [await self._tokenize_chat(call, limit)]
             texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
-            encoded = iter(
-                await self._tokenizer.encode_soon(texts, special_tokens=call.add_special_tokens, limit=limit)
-            )
+            encoded = iter(await self._tokenizer.encode_all(texts, special_tokens=call.add_special_tokens, limit=limit))
             return [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
         except UnicodeEncodeError as error:
             raise RequestError(
-                "The prompt contains half of a surrogate pair, which is no character.",
+                "The prompt contains an unpaired surrogate, which is no character.",
                 param="messages" if call.chat else "prompt",
             ) from error
 
@@ -348,12 +347,12 @@ class Generator:
     def _count_rejection(self, error: RequestError) -> None:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
-        self.host.metrics.rejections(self.config.default_class, str(error.status), reason).inc()
+        self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()
 
 
-def _tool_readers(call: Call, count: int, base_id: str, created_s: float) -> list[ToolReader]:
+def _tool_parsers(call: Call, count: int, base_id: str, created_s: float) -> list[ToolParser]:
     tools = call.tools
     if tools is None:
         return []
     ids = stable_id(base_id, repr(created_s))
-    return [ToolReader(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]
+    return [ToolParser(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]

@@ -321,8 +321,8 @@ class ChatShape:
         logprobs = None if scores is None else scores.json()
         if not calls:
             return ChatChoice(index, ChatMessage("assistant", text), logprobs, finish.value)
-        said = [ToolCall(CalledFunction(call.arguments, call.name), id=call.id, type="function") for call in calls]
-        message = ChatMessage("assistant", text or None, tool_calls=said)
+        made = [ToolCall(CalledFunction(call.arguments, call.name), id=call.id, type="function") for call in calls]
+        message = ChatMessage("assistant", text or None, tool_calls=made)
         return ChatChoice(index, message, logprobs, _finish_of_calls(finish))
 
     def chunk(

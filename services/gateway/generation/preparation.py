@@ -8,7 +8,7 @@
 seeds and request ids.
 
 The price of a request is in units of work, from counts alone. A unit is a token that is computed or a score that is
-told: the prompt's tokens for each choice, the answers' tokens times one plus the scores each carries, the same of an
+sent: the prompt's tokens for each choice, the answers' tokens times one plus the scores each carries, the same of an
 echoed prompt, and all else that travels with every choice (`CHOICE_UNITS` for the choice itself). It costs a worker
 about as much as a token and the gateway less than a hundred bytes, so one limit bounds both. Nothing is built before a
 request has passed: a price is a few multiplications.
@@ -32,7 +32,7 @@ from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import Call
 
 SEED_MASK = (1 << 63) - 1
-# Others' answers have to end before there is headroom again; nothing tells when.
+# Others' answers have to end before there is headroom again; when that will be is unknown.
 _RETRY_AFTER_S = 1.0
 # A choice's cost beside its tokens: a record at the gateway, the manager and a worker, a few messages.
 CHOICE_UNITS = 64

@@ -72,8 +72,8 @@ class RequestStats:
     def tokens(self, traffic_class: TrafficClass, since_s: float, count: int) -> None:
         """Record `count` tokens that came `since_s` after the ones before. They count once `observe` is called."""
         key = (traffic_class, since_s, count)
-        told = self._update_gaps
-        told[key] = told.get(key, 0) + 1
+        counts = self._update_gaps
+        counts[key] = counts.get(key, 0) + 1
 
     def observe(self) -> None:
         """Count what `tokens` recorded, in one go: a step's tokens come together."""
@@ -95,11 +95,11 @@ class RequestStats:
         self._count(entry, times, finish, ttft_s, e2e_s)
         refused = bool(entry.refused_because)
         write = self._log.warning if finish is FinishReason.FAILED and not refused else self._log.info
-        judged: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if times.trace is not None:
-            judged["trace_id"] = times.trace.ended(now_s, entry, ttft_stages(times, entry), finish, reason)
+            fields["trace_id"] = times.trace.ended(now_s, entry, ttft_stages(times, entry), finish, reason)
         if entry.forecast_s:
-            judged |= {"forecast_ttft_s": round(entry.forecast_s, 3), "slo_ttft_s": entry.request.slo.ttft_s}
+            fields |= {"forecast_ttft_s": round(entry.forecast_s, 3), "slo_ttft_s": entry.request.slo.ttft_s}
         write(
             "request refused" if refused else "request finished",
             request_id=entry.request_id,
@@ -115,7 +115,7 @@ class RequestStats:
             traffic_class=entry.request.traffic_class,
             best_effort=entry.best_effort or None,
             adapter=entry.request.adapter or None,
-            **judged,
+            **fields,
         )
 
     def _count(
@@ -128,14 +128,14 @@ class RequestStats:
             metrics.request_success(traffic_class, "refused").inc()
             metrics.requests_refused(traffic_class, entry.refused_because).inc()
             self.recent.refused()
-            self._count_slo(entry, times, None, None, None)  # not kept; its times say nothing of how fast we were
+            self._count_slo(entry, times, None, None, None)  # missed; its times say nothing of how fast we were
             return
         metrics.request_success(traffic_class, finish.value).inc()
         self.recent.ended(finish)
         if entry.best_effort:
             metrics.requests_demoted(traffic_class).inc()
         if finish is FinishReason.CANCELLED:
-            return  # its times say when the client left, not how fast we were
+            return  # its times show when the client left, not how fast we were
         metrics.e2e_seconds(traffic_class).observe(e2e_s)
         metrics.request_prompt_tokens(traffic_class).observe(request.prompt_tokens)
         metrics.request_generation_tokens(traffic_class).observe(len(entry.output))
@@ -156,8 +156,8 @@ class RequestStats:
         outcomes = slo_outcomes(request.slo, ttft_s=ttft_s, per_token_s=per_token_s, e2e_s=e2e_s)
         for objective, met in outcomes.items():
             self._metrics.slo(request.traffic_class, objective, "met" if met else "missed").inc()
-        if outcomes and times.judged is not None:
-            times.judged(request.traffic_class, outcomes)
+        if outcomes and times.on_slo_result is not None:
+            times.on_slo_result(request.traffic_class, outcomes)
 
 
 class Recent:

@@ -117,7 +117,7 @@ def lines(
         if not tracing.wanted("")[0]:
             return await answer(data, caller, chat=chat)
         span = tracing.start("batch line", clock.now_s(), None, serves=True)
-        span.note(line=caller.named)
+        span.note(line=caller.client_id)
         error = "not answered"
         try:
             answered = await answer(data, replace(caller, trace=RequestTrace(tracing, span, clock)), chat=chat)

@@ -1,6 +1,6 @@
-"""Hosts the gateway machine: tells it events and performs its effects; a stream survives the failures of its workers.
+"""Hosts the gateway machine: feeds it events and performs its effects; a stream survives the failures of its workers.
 
-    HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ outlet of the answer, or its tape
+    HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ outlet of the answer, or its resume log
     bus ─▶ Received ──────────────────────────────▶   ▲                ├─▶ bus (Undelivered, where that fails)
     timer ─▶ Tick ────────────────────────────────────┘                └─▶ metrics, log lines, the timer
 
@@ -36,7 +36,7 @@ from cohort.common.machines.machine import Machine
 from cohort.common.messages import Message, Submit
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
-from cohort.services.gateway.generation.delta import Delta, GatewayTimes, Generation, Taker
+from cohort.services.gateway.generation.delta import Delta, GatewayTimes, Generation, TokenSink
 from cohort.services.gateway.generation.request_stats import RequestStats
 
 
@@ -44,7 +44,7 @@ from cohort.services.gateway.generation.request_stats import RequestStats
 class _Track:
     generation: Generation
     index: int
-    taker: Taker
+    token_sink: TokenSink
     last_token_s: float | None = None
 
 
@@ -73,7 +73,7 @@ class Streams:
         self._timer: asyncio.TimerHandle | None = None
         self._deciding: RequestId = ""
         """The offer that the machine is deciding on."""
-        self._offered: tuple[Generation, Taker] | None = None
+        self._offered: tuple[Generation, TokenSink] | None = None
         """Generation under decision; None for an estimate."""
         self._refusal: RequestError | None = None
         self._online_waited = False
@@ -89,10 +89,10 @@ class Streams:
         """Check admission before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
         self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
-    def offer(self, offer: Offered, times: GatewayTimes, taker: Taker) -> Generation:
+    def offer(self, offer: Offered, times: GatewayTimes, token_sink: TokenSink) -> Generation:
         """Admit all of the offer's requests or raise a 429 or 503 `RequestError`. Abandon the result in the end."""
         generation = Generation(times)
-        self._decide(offer, (generation, taker))
+        self._decide(offer, (generation, token_sink))
         return generation
 
     def stop(self, generation: Generation, index: int) -> None:
@@ -155,7 +155,7 @@ class Streams:
                     case Fail(entry, error):
                         track = self._tracks.get(entry.request_id)
                         if track is not None:
-                            track.taker.put(Delta(track.index, error=error))
+                            track.token_sink.put(Delta(track.index, error=error))
                     case Ended(entry, finish, reason):
                         self._finalize(entry, finish, reason)
                     case ManagerFound(incarnation, outstanding, manager):
@@ -171,7 +171,7 @@ class Streams:
                 self._log.exception("effect failed", type=type(effect).__name__)
         return lost
 
-    def _decide(self, offer: Estimated | Offered, offered: tuple[Generation, Taker] | None) -> None:
+    def _decide(self, offer: Estimated | Offered, offered: tuple[Generation, TokenSink] | None) -> None:
         self._deciding, self._offered, self._refusal = offer.offer_id, offered, None
         try:
             self.feed(offer)
@@ -183,10 +183,10 @@ class Streams:
     def _admitted(self, offer_id: RequestId, entries: list[Entry]) -> None:
         if self._deciding != offer_id or self._offered is None or not entries:
             return
-        generation, taker = self._offered
+        generation, token_sink = self._offered
         generation.entries = entries
         for index, entry in enumerate(entries):
-            self._tracks[entry.request_id] = _Track(generation, index, taker)
+            self._tracks[entry.request_id] = _Track(generation, index, token_sink)
             self.stats.admitted(entry.request)
             self._online_waited = self._online_waited or entry.request.online
         self._empty.clear()
@@ -224,9 +224,9 @@ class Streams:
                 self.stats.tokens(entry.request.traffic_class, now_s - track.last_token_s, len(tokens))
             track.last_token_s = now_s
         if action.finish is None and not action.logprobs:
-            track.taker.put_tokens(track.index, tokens)
+            track.token_sink.put_tokens(track.index, tokens)
         else:
-            track.taker.put(Delta(track.index, tokens, action.logprobs, action.finish))
+            track.token_sink.put(Delta(track.index, tokens, action.logprobs, action.finish))
 
     def _close(self, entry: Entry, finish: FinishReason, reason: str) -> None:
         if self.ledger.get(entry.request_id) is entry:

@@ -51,7 +51,7 @@ class Found:
     calls: tuple[CallDelta, ...]
 
 
-class ToolReader:
+class ToolParser:
     def __init__(self, format_: ToolFormat, *, parallel: bool, ids: str = "") -> None:
         """`parallel` False ends with the first call. `ids`: source of the calls' ids; "" = random."""
         self._format = format_
@@ -197,8 +197,8 @@ class ToolReader:
                 self._emit_text(before.rstrip())
                 self._white = before[len(before.rstrip()) :]
                 return True
-            kept = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if held.endswith(marker[:n])), 0)
-            certain = held[: len(held) - kept].rstrip()
+            partial = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if held.endswith(marker[:n])), 0)
+            certain = held[: len(held) - partial].rstrip()
             if certain:
                 self._emit_text(certain)
                 held = held[len(certain) :]
@@ -210,9 +210,9 @@ class ToolReader:
         while (character := (yield)) != END:
             self._emit_text(character)
 
-    def _object(self, begun: str) -> Generator[None, str, str]:
-        """Read a call that starts with `begun`. Return "" if it is one (its arguments begin), else its text."""
-        raw, depth = begun, begun.count("{")
+    def _object(self, start: str) -> Generator[None, str, str]:
+        """Read a call that starts with `start`. Return "" if it is one (its arguments begin), else its text."""
+        raw, depth = start, start.count("{")
         in_string = escaped = False
         while (character := (yield)) != END:
             raw += character

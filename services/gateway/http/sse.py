@@ -81,7 +81,7 @@ class EventStream:
     def started(self) -> bool:
         return self.response.prepared
 
-    async def carry(
+    async def run(
         self, sending: Awaitable[None], failed: Callable[[RequestError], Sequence[bytes]]
     ) -> web.StreamResponse:
         """Let `sending` send its events. What it raises once the stream is open is sent in `failed`'s format: a stream

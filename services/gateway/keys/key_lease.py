@@ -34,7 +34,7 @@ class Lease:
         self._ended = False
         self._kept_open = False
         self._then: Callable[[], None] = lambda: None
-        self.on_judged: Judged | None = None
+        self.on_slo_result: OnSloResult | None = None
         """Callback for the SLOs of its choices, also after the request ended."""
 
     def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
@@ -91,6 +91,6 @@ class Lease:
         return Amounts(int(bool(usages)), prompt, completion, int(refused))
 
 
-Judged = Callable[[TrafficClass, Mapping[str, bool]], None]
-"""Callback for an ended choice: its class, and whether each objective was kept."""
+OnSloResult = Callable[[TrafficClass, Mapping[str, bool]], None]
+"""Callback for an ended choice: its class, and whether each objective was met."""
 LEASE = web.RequestKey("lease", Lease)

@@ -35,7 +35,7 @@ class Owners:
         self._gateway = gateway
         self._clamps = bool(keys or config.keys.file)
 
-    def share_of(self, owner: str) -> str:
+    def queue_owner(self, owner: str) -> str:
         """Return the owner under which admission counts waiting requests; "" where nothing is shared out."""
         return owner if self.several else ""
 
@@ -44,7 +44,7 @@ class Owners:
         below 0: a request may let others pass, not pass them."""
         return max(0, requested) if self._clamps else requested
 
-    def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
+    def with_owner(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
         """Add the owner's share and the salt of its prefixes. Raises a 400 `RequestError` for a request that could
         never wait within its share. `max_tokens_named`: as in `Offered`."""
         if not self.several:

@@ -121,7 +121,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 
 
-class Reader:
+class RequestParser:
     def __init__(self, config: GatewayConfig, served: Served) -> None:
         self.config = config
         self.served = served

@@ -42,7 +42,7 @@ class ToolFormat:
     args_id: int | None = None
 
     @property
-    def mark_ids(self) -> frozenset[int]:
+    def marker_ids(self) -> frozenset[int]:
         """Tokens that must be readable in the text although they are special ones."""
         return frozenset(each for each in (self.marker_id, self.close_id, self.args_id) if each is not None)
 

@@ -28,8 +28,7 @@ class Journal:
     def __init__(
         self, path: Path, holder_id: str, on_lost: Callable[[str, bool], None], log: structlog.stdlib.BoundLogger
     ) -> None:
-        """`on_lost` gets the digest of a stream of which this gateway is no longer the holder: another gateway is
-        (True), or its client cancelled it (False)."""
+        """`on_lost` gets the digest of a lost stream. True: to another gateway, False: its client cancelled it."""
         self._path = path
         self._store = OnThread(self._open, "streams")
         self._holder_id = holder_id

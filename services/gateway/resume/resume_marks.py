@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.generation.answering import Answering, Outlet, Step, Writer
-from cohort.services.gateway.generation.delta import Delta, Kind
+from cohort.services.gateway.generation.delta import Delta, StreamKind
 from cohort.services.gateway.http.service_headers import LAST_EVENT_HEADER
 
 _PLACE = re.compile(r"(\d{1,9})(e?)", re.ASCII)
@@ -88,8 +88,8 @@ class MarkedWriter:
             self._place.ended.add(index)
         return [self._mark(index) + event for event in events]
 
-    def quiet(self) -> list[bytes]:
-        return self._writer.quiet()
+    def keepalive(self) -> list[bytes]:
+        return self._writer.keepalive()
 
     async def end(self) -> list[bytes]:
         *usage, done = await self._writer.end()
@@ -137,8 +137,8 @@ class NumberedWriter:
             await asyncio.sleep(0)
         return events
 
-    def quiet(self) -> list[bytes]:
-        return self._unseen(self._writer.quiet())
+    def keepalive(self) -> list[bytes]:
+        return self._unseen(self._writer.keepalive())
 
     async def end(self) -> list[bytes]:
         """Return the last events not seen yet. Raises as `take`."""
@@ -205,7 +205,7 @@ class AfterPlace(Outlet):
             self._target.stop(index)
 
 
-def parse_last_event_id(kind: Kind, choices: int, text: str = "") -> Place | int:
+def parse_last_event_id(kind: StreamKind, choices: int, text: str = "") -> Place | int:
     """Return what a client has seen ("" = nothing): its place, or the number of its last event, -1 = none. Raises a 400
     `RequestError`."""
     if kind == "chunks":
@@ -228,7 +228,7 @@ def resuming_writer(
         for index, request in enumerate(requests)
     ]
     if isinstance(place, int):
-        answering.singly = True
+        answering.token_by_token = True
         writer = NumberedWriter(writer, answering, place, max_tokens[0])
     elif any(tokens > limit for tokens, limit in zip(place.tokens, max_tokens, strict=True)):
         raise _wrong_event_id()

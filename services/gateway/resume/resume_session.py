@@ -19,7 +19,7 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
 from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway.generation.answering import Answering, Outlet
-from cohort.services.gateway.generation.delta import Delta, Taker
+from cohort.services.gateway.generation.delta import Delta, TokenSink
 from cohort.services.gateway.generation.generator import ApiRequest, Endpoint
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.keys.key_lease import Lease
@@ -36,10 +36,9 @@ class ResumeLog:
     def __init__(self, *, indexes: Sequence[int] = (), deltas: dict[int, Delta] | None = None) -> None:
         """`indexes`: choices by their index in `put`; () = all. `deltas`: an earlier gateway's, by choice."""
         self.deltas: dict[int, Delta] = deltas or {}
-        """Written output by choice."""
         self.error: RequestError | None = None
         """Error of the stream, which the reader raises at its end."""
-        self.reader: Taker = Outlet()
+        self.reader: TokenSink = Outlet()
         """Destination of new deltas. A later reader, which got its part of `deltas`, takes its place."""
         self._indexes = indexes
         self._unwritten: dict[int, Delta] = {}

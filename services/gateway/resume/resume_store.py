@@ -23,7 +23,7 @@ from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
 from cohort.common.sqlite_file import opened, transaction
 from cohort.common.types import FinishReason, Request
-from cohort.services.gateway.generation.delta import Delta, Kind
+from cohort.services.gateway.generation.delta import Delta, StreamKind
 
 VERSION = 2
 """1 knew only chunks; its tables are the same."""
@@ -65,7 +65,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     base_id: str
     created_s: float
     model: str
-    kind: Kind = "chunks"
+    kind: StreamKind = "chunks"
     beside: bytes = b""
 
 
@@ -80,7 +80,7 @@ class StoredDelta(msgspec.Struct, frozen=True, array_like=True):
 
 class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
     """End of a stream: cached tokens by choice, any error; for a response its completion (Unix time) and whether it was
-    kept."""
+    stored."""
 
     cached_tokens: list[int]
     message: str = ""
@@ -245,8 +245,7 @@ class ResumeStore:
             for each in _decode_deltas(data):
                 later = Delta(each.index, each.tokens, each.logprobs, each.finish)
                 deltas.setdefault(each.index, Delta(each.index)).merge(later)
-        end = None if ending is None else _decode_ending(ending)
-        return Claim(_decode_record(record), deltas, end, bool(charged))
+        return Claim(_decode_record(record), deltas, None if ending is None else _decode_ending(ending), bool(charged))
 
     def cancel(self, token: str, owner: str, now_s: float) -> bool:
         """Move a stream to gone for its client. Return False if this owner has none."""

@@ -74,15 +74,14 @@ class Resumption:
         self._streams = generator.streams
         self._owners = generator.owners
         self._model = generator.served.card.name
-        self._instance = generator.host.instance
+        self._instance = generator.context.instance
         self._lease_of = lease_of
-        self._clock = generator.host.clock
-        self._log = log = generator.host.log
+        self._clock = generator.context.clock
+        self._log = log = generator.context.log
         self._holder_id = uuid.uuid4().hex  # of this gateway process, in the store
         self._journal = Journal(database, self._holder_id, self._on_lost, log)
         self._sessions: dict[str, Session] = {}
-        self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Locks of streams: resumes of one stream run one by one."""
+        self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # resumes run one by one
         self._finalizing: dict[str, asyncio.Task[None]] = {}
         """Tasks that store the outcomes of ended sessions, by the digest of the stream's token."""
         self._swept_s = float("-inf")
@@ -144,7 +143,7 @@ class Resumption:
             answering.created_s,
             self._model,
             session.endpoint.kind,
-            session.api_request.extra(),
+            session.api_request.parse_context(),
         )
         try:
             await self._sweep()
@@ -176,8 +175,8 @@ class Resumption:
         endpoint = session.endpoint
         events = self._stream_to(endpoint, request, session.token if session.stored else "")
         try:
-            sending = answering.outlet.run(answering, writer, events, endpoint.quiet_s)
-            return await events.carry(sending, writer.failed)
+            sending = answering.outlet.run(answering, writer, events, endpoint.keepalive_s)
+            return await events.run(sending, writer.failed)
         finally:
             session.token_announced = session.token_announced or events.started
             self._on_reader_ended(session, answering)
@@ -203,8 +202,8 @@ class Resumption:
 
     def _start_drain(self, session: Session) -> None:
         """Continue a stream whose client disconnected for `resume_s`, with a task that discards the output."""
-        nothing_seen = parse_last_event_id(session.endpoint.kind, len(session.requests))
-        answering, writer = self._attach_reader(session, nothing_seen)
+        endpoint, choices = session.endpoint, len(session.requests)
+        answering, writer = self._attach_reader(session, parse_last_event_id(endpoint.kind, choices))
         session.drain_task = asyncio.create_task(self._drain(session, answering, writer), name="drain a stream")
         session.expiry = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "discarded")
 
@@ -223,7 +222,7 @@ class Resumption:
     def _attach_reader(self, session: Session, place: Place | int) -> tuple[Answering, Writer]:
         """Attach a new reader; the previous one ends with a 409. A 400 `RequestError` leaves the session unchanged."""
         old, resume_log = session.answering, session.resume_log
-        answering = self._generator.unrendered(
+        answering = self._generator.new_answer(
             old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
         )
         writer = session.api_request.writer(answering)
@@ -319,10 +318,8 @@ class Resumption:
         """Answer GET /v1/streams/TOKEN with `Last-Event-ID`: what followed that event, and what is still to come."""
         token, owner = request.match_info["id"], request[OWNER]
         digest, last_event_id = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
-        lock = self._resume_locks.setdefault(digest, asyncio.Lock())
-        async with lock:
-            finalizing = self._finalizing.get(digest)
-            if finalizing is not None:
+        async with self._resume_locks.setdefault(digest, asyncio.Lock()):
+            if (finalizing := self._finalizing.get(digest)) is not None:
                 await asyncio.wait([finalizing])
             claim: Claim | None = None
             session = self._sessions.get(digest)
@@ -349,7 +346,9 @@ class Resumption:
             return await self._read(request, session, answering, writer)
         events = self._stream_to(endpoint, request, token)
         try:
-            return await events.carry(answering.outlet.run(answering, writer, events, endpoint.quiet_s), writer.failed)
+            return await events.run(
+                answering.outlet.run(answering, writer, events, endpoint.keepalive_s), writer.failed
+            )
         finally:
             answering.reserved.release()
 
@@ -416,7 +415,7 @@ class Resumption:
         generation = Generation(GatewayTimes(arrived_s=now_s), entries)
         reserved = self._generator.reserve_budget(call, record.requests, lease=None)
         try:
-            answering = self._generator.unrendered(
+            answering = self._generator.new_answer(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
             writer = resuming_writer(answering, api_request.writer(answering), claim.stored_deltas, place)
@@ -449,7 +448,7 @@ class Resumption:
         )
         reserved = self._generator.reserve_budget(call, requests, lease)
         resume_log = ResumeLog(indexes=unfinished, deltas=deltas)
-        times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.on_judged)
+        times = GatewayTimes(arrived_s=now_s, on_slo_result=None if lease is None else lease.on_slo_result)
         try:
             offer = Offered(
                 name,
@@ -458,7 +457,7 @@ class Resumption:
                 chat=call.chat,
                 text_bytes=len(record.body),
                 stop_strings=len(call.stop_strings),
-                owner=self._owners.share_of(owner),
+                owner=self._owners.queue_owner(owner),
                 max_tokens_named=call.max_tokens is not None,
             )
             admitted = self._streams.offer(offer, times, resume_log) if resubmitted else Generation(times)
@@ -468,7 +467,7 @@ class Resumption:
         running = dict(zip(unfinished, admitted.entries, strict=True))
         entries = [running.get(i) or ended_entry(now_s, request, deltas.get(i)) for i, request in enumerate(requests)]
         generation = Generation(times, entries)
-        answering = self._generator.unrendered(call, requests, generation, record.base_id, record.created_s, reserved)
+        answering = self._generator.new_answer(call, requests, generation, record.base_id, record.created_s, reserved)
         output_tokens = sum(len(delta.tokens) for delta in deltas.values())
         session = Session(token, digest_of(token), owner, resume_log, answering, requests, lease, endpoint, api_request)
         session.charged_tokens = output_tokens if claim.charged else None

@@ -100,7 +100,7 @@ class Tokenizer:
                 param=param,
             )
 
-    async def encode_soon(self, texts: Sequence[str], *, special_tokens: bool, limit: int) -> list[list[int]]:
+    async def encode_all(self, texts: Sequence[str], *, special_tokens: bool, limit: int) -> list[list[int]]:
         """Encode texts, off the event loop if they are long. Raises `RequestError` when one is hopelessly long."""
         for text in texts:
             self.refuse_too_long(text, limit, "prompt")
@@ -227,14 +227,14 @@ class TokenText:
         self._whole: dict[int, str | None] = {}
 
     def stream(
-        self, *, context: Sequence[int] = (), skip_special: bool = True, kept: frozenset[int] = frozenset()
+        self, *, context: Sequence[int] = (), skip_special: bool = True, unskipped: frozenset[int] = frozenset()
     ) -> Detokenizer:
         """Start a detokenizer. `context`: prompt tokens that the answer continues; without any, a decoder that strips
-        the first space strips it here. `kept`: special tokens that are not skipped, where tokens have bytes."""
+        the first space strips it here. `unskipped`: special tokens that stay, where tokens have bytes."""
         if self._style == "window":
             return _WindowDetokenizer(self.tokenizer, context, skip_special)
         strip = self._strips and not context
-        return _ByteDetokenizer(self, skip_special=skip_special, strip_first_space=strip, kept=kept)
+        return _ByteDetokenizer(self, skip_special=skip_special, strip_space=strip, unskipped=unskipped)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, for logprobs and for streaming."""
@@ -277,10 +277,10 @@ class TokenText:
 class _ByteDetokenizer:
     __slots__ = ("_decoder", "_held", "_skipped", "_strip", "_text")
 
-    def __init__(self, text: TokenText, *, skip_special: bool, strip_first_space: bool, kept: frozenset[int]) -> None:
+    def __init__(self, text: TokenText, *, skip_special: bool, strip_space: bool, unskipped: frozenset[int]) -> None:
         self._text = text
-        self._skipped = text.tokenizer.special_ids - kept if skip_special else frozenset()
-        self._strip = strip_first_space
+        self._skipped = text.tokenizer.special_ids - unskipped if skip_special else frozenset()
+        self._strip = strip_space
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = False
         """Whether the decoder may hold a part of a character."""

@@ -90,7 +90,7 @@ def test_answers_are_transformers_own(group: tuple[ModelRunner, Path], monkeypat
     expected = reference_generate(folder, random_prompts((5, 33, 9)), 10)
 
     def places() -> list[int]:
-        return [each.data_ptr() for each in (ranks._send_buffer, ranks._gather_buffer, ranks._logits)]
+        return [each.data_ptr() for each in (ranks._send_buffer, ranks._gather_buffer, ranks._logits_buffer)]
 
     before = places()
     for schedule, options in ((run_together, {}), (run_chunked(7), {"shuffle": 4, "reverse": True})):
@@ -363,7 +363,7 @@ def test_a_follower_whose_step_never_ends_ends_by_itself(monkeypatch: pytest.Mon
         ended.set()
 
     monkeypatch.setattr(group_steps.os, "_exit", end)
-    ranks: Any = SimpleNamespace(failed=said.append)
+    ranks: Any = SimpleNamespace(on_failure=said.append)
     GroupSteps(ranks, None, limit_s=0.02).begin()
     assert ended.wait(LONG_S) and codes == [EXIT_RANK_LOST] and len(said) == 1
 

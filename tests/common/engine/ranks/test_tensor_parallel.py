@@ -252,7 +252,7 @@ async def _move(source: ModelRunner, target: ModelRunner, blocks: Sequence[tuple
 async def _end(runner: ModelRunner, path: Path) -> AgentEnd:
     heads, others = (0, runner.block_geometry.num_kv_heads), []
     if runner.followers is not None and runner.ranks is not None:
-        heads, others = runner.ranks.share.kv_heads, runner.followers.ends
+        heads, others = runner.ranks.share.kv_heads, runner.followers.remote_ranks
         if not others[0].addresses:
             order = OpenLinks(0, ("zmq",), "", "", "", False, True)
             assert await runner.followers.open_links(order, on_network=False) == {"zmq"}

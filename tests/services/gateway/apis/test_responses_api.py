@@ -163,7 +163,7 @@ async def test_a_stream_of_calls(open_site: OpenSite, roomy: Path) -> None:  # n
 
 async def test_a_stream_that_waits_is_opened(open_site: OpenSite) -> None:
     async with open_site() as site:
-        site.gateway._responses.quiet_s = 0.02
+        site.gateway._responses.keepalive_s = 0.02
         site.manager.place = False
         async with site.session.post(site.url + PATH, json={**ASK, "stream": True}) as response:
             begun = await response.content.readany()

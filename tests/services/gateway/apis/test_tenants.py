@@ -20,7 +20,7 @@ from cohort.services.gateway.apis import tenants
 from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.key_budget import KeyBudget
-from cohort.services.gateway.requests.parsing import Reader
+from cohort.services.gateway.requests.parsing import RequestParser
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.batch_client import ask, begin, client_of, ended, job
 from tests.services.gateway.conftest import OpenSite, Site, eventually
@@ -187,7 +187,7 @@ async def test_a_refusal_looks_at_no_body(
     async with open_site(endless, keys=of(key_file), step_s=0.02, max_body_bytes=20 << 20) as site:
         running = asyncio.create_task(post(site, alice, {**ASK, "max_tokens": 4 if limit == "tokens_per_day" else 500}))
         await eventually(lambda: bool(site.manager.submitted))
-        for owner, name in ((RequestBodies, "reading"), (Reader, "read"), (Tokenizer, "encode_soon")):
+        for owner, name in ((RequestBodies, "reading"), (RequestParser, "read"), (Tokenizer, "encode_all")):
             original = getattr(owner, name)
 
             def noted(self: Any, *args: Any, original: Any = original, name: str = name, **more: Any) -> Any:

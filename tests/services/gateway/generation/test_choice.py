@@ -12,8 +12,8 @@ from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
 from tests.examples import examples
 
 
-def choice(tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, scored: bool = False) -> Choice:
-    return Choice(TokenText(tokenizer).stream(), StopAutomaton(stops), min_tokens=min_tokens, scored=scored)
+def choice(tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0, logprobs: bool = False) -> Choice:
+    return Choice(TokenText(tokenizer).stream(), StopAutomaton(stops), min_tokens=min_tokens, logprobs=logprobs)
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -47,7 +47,7 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_scores_leave_with_their_text_and_never_after_a_stop_string(tokenizer: Tokenizer) -> None:
-    one = choice(tokenizer, ["xy"], scored=True)
+    one = choice(tokenizer, ["xy"], logprobs=True)
     a, x, y = (ids(tokenizer, letter)[0] for letter in "axy")
     first = one.feed([a, x], [TokenLogprob(-1), TokenLogprob(-2)], None)
     assert first.scores == [ScoredToken(a, TokenLogprob(-1), 0)]
@@ -55,7 +55,7 @@ def test_scores_leave_with_their_text_and_never_after_a_stop_string(tokenizer: T
 
 
 def test_scores_of_tokens_without_text_come_in_the_end(tokenizer: Tokenizer) -> None:
-    one = choice(tokenizer, scored=True)
+    one = choice(tokenizer, logprobs=True)
     end = tokenizer.encode("<|end|>", special_tokens=False)
     piece = one.feed(end, [TokenLogprob(-1)], FinishReason.STOP)
     assert (piece.text, len(piece.scores)) == ("", 1)
@@ -67,9 +67,9 @@ def test_any_split_gives_the_same_text_scores_and_count(data: st.DataObject, tok
     tokens = data.draw(st.lists(st.integers(3, tokenizer.vocab_size - 1), max_size=25))
     stops = data.draw(st.lists(st.text("aeo o", min_size=1, max_size=3), max_size=2))
     scores = [TokenLogprob(-float(index)) for index in range(len(tokens))]
-    whole = choice(tokenizer, stops, scored=True)
+    whole = choice(tokenizer, stops, logprobs=True)
     expected = whole.feed(tokens, scores, FinishReason.LENGTH)
-    split = choice(tokenizer, stops, scored=True)
+    split = choice(tokenizer, stops, logprobs=True)
     text, at = "", 0
     found: list[ScoredToken] = []
     while True:

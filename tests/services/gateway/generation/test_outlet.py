@@ -223,7 +223,7 @@ async def test_however_tokens_come_their_client_reads_the_same(
             left = {index: random.choices(range(100, 400), k=random.randint(1, 30)) for index in range(len(requests))}
             whole = {index: generator.served.tokenizer.decode(left[index], skip_special=True) for index in left}
             entries = [ended_entry(0.0, request, None) for request in requests]
-            answering = generator.unrendered(
+            answering = generator.new_answer(
                 asked.call, requests, Generation(GatewayTimes(0.0), entries), "r", 1.0, Reservation(generator.budget, 0)
             )
             writer, sink = asked.writer(answering), Reads(random)
@@ -251,7 +251,7 @@ async def test_however_tokens_come_their_client_reads_the_same(
 
 
 async def test_a_stream_is_quiet_only_when_nothing_was_sent_for_so_long(open_site: OpenSite) -> None:
-    quiet_s, quiet, loop = 0.05, 0, asyncio.get_running_loop()
+    keepalive_s, keepalive, loop = 0.05, 0, asyncio.get_running_loop()
     async with open_site() as site:
         generator = site.gateway.generator
         asked = await site.gateway._resumption._endpoints[3].read(json.dumps(NAMED[1][1]).encode(), {}, "")
@@ -259,20 +259,20 @@ async def test_a_stream_is_quiet_only_when_nothing_was_sent_for_so_long(open_sit
         writer, sink, heard_s = asked.writer(answering), Reads(Random(1)), loop.time()
 
         def noted() -> list[bytes]:
-            nonlocal quiet
-            quiet += 1
-            assert loop.time() - heard_s > 0.9 * quiet_s
+            nonlocal keepalive
+            keepalive += 1
+            assert loop.time() - heard_s > 0.9 * keepalive_s
             return []
 
-        writer.quiet = noted  # type: ignore[method-assign]
+        writer.keepalive = noted  # type: ignore[method-assign]
         sink.always = True
-        running = asyncio.create_task(answering.outlet.run(answering, writer, sink, quiet_s))
+        running = asyncio.create_task(answering.outlet.run(answering, writer, sink, keepalive_s))
         answering.outlet.put(Delta(0, [300]))
         for _ in range(10):
             await asyncio.sleep(0.03)
             answering.outlet.put_tokens(0, [300])
             heard_s = loop.time()
-        while not quiet:  # noqa: ASYNC110 -- nothing happens: that is what is waited for
+        while not keepalive:  # noqa: ASYNC110 -- nothing happens: that is what is waited for
             await asyncio.sleep(0.01)
         answering.outlet.put(Delta(0, [300], finish=FinishReason.LENGTH))
         await running

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cohort.common import grammar
 from cohort.common.grammar import GrammarTokens
-from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, whole_calls
+from cohort.services.gateway.generation.tool_calls import CallDelta, ToolParser, whole_calls
 from cohort.services.gateway.requests.tools import Function, ToolFormat, calls_grammar, prompted, tool_format
 from tests.examples import examples
 from tests.services.gateway.tiny_model import EOS, byte_level
@@ -67,7 +67,7 @@ CASES: list[tuple[ToolFormat, str, str, Calls]] = [
 
 
 def read(format_: ToolFormat, parts: list[str], *, parallel: bool = True) -> tuple[str, list[CallDelta]]:
-    reader = ToolReader(format_, parallel=parallel)
+    reader = ToolParser(format_, parallel=parallel)
     found = [reader.feed(part) for part in parts]
     found.append(reader.finish())
     return "".join(each.content for each in found), [delta for each in found for delta in each.calls]
@@ -97,7 +97,7 @@ def test_no_text_fails_a_reader_or_depends_on_its_cuts(format_: ToolFormat, data
 
 
 def test_a_call_is_announced_before_its_arguments_are_complete_and_has_one_id() -> None:
-    reader = ToolReader(HERMES, parallel=True)
+    reader = ToolParser(HERMES, parallel=True)
     begun = reader.feed('<tool_call>{"name": "f", "arguments": {"x": "lo')
     assert [(call.index, call.name, call.arguments) for call in begun.calls] == [(0, "f", '{"x": "lo')]
     assert begun.calls[0].id.startswith("call_")
@@ -120,7 +120,7 @@ def test_mistral_ids_are_what_its_templates_take() -> None:
     ],
 )
 def test_without_parallel_calls_the_first_is_the_last(format_: ToolFormat, text: str) -> None:
-    reader = ToolReader(format_, parallel=False)
+    reader = ToolParser(format_, parallel=False)
     found = reader.feed(text)
     assert [(call.name, call.arguments) for call in found.calls] == [("g.h", '{"z":1}')] and reader.ended
     assert len(told(format_, [text])[1]) == 2
@@ -199,7 +199,7 @@ def test_the_template_tells_the_family() -> None:
     assert family("{% if tools %}<tool_call><function=") is None
     assert family("{% if tools %}something else") is None
     found = tool_format("{% if tools %}<tool_call>", {"<tool_call>": 7}.get)
-    assert found is not None and found.mark_ids == {7}
+    assert found is not None and found.marker_ids == {7}
     assert "<[7]>" in calls_grammar(found, [CLOCK], parallel=True)
 
 

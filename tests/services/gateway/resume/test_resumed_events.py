@@ -337,7 +337,7 @@ async def test_a_silent_stream_is_kept_alive_without_places(open_site: OpenSite,
     case = CASES["message"]
     async with case.site(open_site, roomy) as site:
         undisturbed = await whole(site, case)
-        site.gateway._messages.quiet_s = 0.02
+        site.gateway._messages.keepalive_s = 0.02
         site.manager.step_s = 0.06
         got = Got()
         await some(site, got, 8, case)

@@ -186,7 +186,7 @@ async def test_a_long_prompt_does_not_stall_the_loop(tokenizer: Tokenizer, monke
     monkeypatch.setattr(tokenizer, "encode", counted)
     watcher = asyncio.create_task(watch())
     text = "The quick brown fox " * 20_000
-    [ids] = await tokenizer.encode_soon([text], special_tokens=True, limit=10**6)
+    [ids] = await tokenizer.encode_all([text], special_tokens=True, limit=10**6)
     watcher.cancel()
     assert len(ids) > 20_000
     (turns_while_encoding,) = during
@@ -199,7 +199,7 @@ async def test_a_text_far_too_long_is_refused_before_it_is_encoded(
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("encoded"))
     text = "x " * 500_000
     with pytest.raises(RequestError, match=r"512 tokens.*at least") as caught:
-        await tokenizer.encode_soon(["short", text], special_tokens=True, limit=512)
+        await tokenizer.encode_all(["short", text], special_tokens=True, limit=512)
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="at least"):
         chat = [{"role": "user", "content": text}]

@@ -339,10 +339,9 @@ class Generator:
     def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
         if not call.echo:
             return ""
-        prompt = call.prompts[which]
-        return (
-            prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
-        )
+        if isinstance(prompt := call.prompts[which], str):
+            return prompt
+        return self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
 
     def _count_rejection(self, error: RequestError) -> None:
         self.streams.stats.recent.rejected()
@@ -351,8 +350,7 @@ class Generator:
 
 
 def _tool_parsers(call: Call, count: int, base_id: str, created_s: float) -> list[ToolParser]:
-    tools = call.tools
-    if tools is None:
+    if (tools := call.tools) is None:
         return []
     ids = stable_id(base_id, repr(created_s))
     return [ToolParser(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]

@@ -439,8 +439,7 @@ class Resumption:
     def _resubmit(
         self, endpoint: Endpoint, api_request: ApiRequest, claim: Claim, token: str, owner: str, lease: Lease | None
     ) -> Session:
-        record, deltas, call = claim.record, claim.stored_deltas, api_request.call
-        requests = record.requests
+        record, deltas, call, requests = claim.record, claim.stored_deltas, api_request.call, claim.record.requests
         unfinished = [i for i in range(len(requests)) if i not in deltas or deltas[i].finish is None]
         name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
         resubmitted = resubmissions(

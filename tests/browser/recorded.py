@@ -113,7 +113,7 @@ def planned(now_s: float) -> PlannerState:
         PlanDecision(2, now_s - 60, "changed", small, large, 0.7, 0.95, 0.04),
         PlanDecision(1, now_s - 600, "changed", large, small, 0.99, 0.98, 0.02, 0.99, 0.97, "stands"),
     ]
-    return PlannerState("act", str(small), 0.95, 0.93, 0.02, 0.1, 0.05, 0.04, 0.01, {"changed": 2}, decisions)
+    return PlannerState("act", "", str(small), 0.95, 0.93, 0.02, 0.1, 0.05, 0.04, 0.01, {"changed": 2}, decisions)
 
 
 class Recorded:

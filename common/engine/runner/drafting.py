@@ -192,8 +192,8 @@ class Drafting:
             for each in sequences:
                 self._answers.learn(answers_key(each), each.tokens[each.request.prompt_tokens :])
 
-    def learn(self) -> None:
-        """Take in some of what has ended, between two steps or during one."""
+    def index_some(self) -> None:
+        """Index some tokens of the ended responses. Called often: a whole response would hold up the next step."""
         if self._answers is not None:
             self._answers.take_in(_LEARNED_AT_ONCE)
 

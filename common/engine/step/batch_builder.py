@@ -81,10 +81,10 @@ class _Standing:
 
 
 class BatchBuilder:
-    def __init__(self, kv: KvAllocator, *, with_numbers: bool = False) -> None:
-        """`with_numbers`: batches name each row's sequence (`StepBatch.numbers`)."""
+    def __init__(self, kv: KvAllocator, *, numbers_sequences: bool = False) -> None:
+        """`numbers_sequences`: batches name each row's sequence (`StepBatch.numbers`)."""
         self._kv = kv
-        self._with_numbers = with_numbers
+        self._numbers_sequences = numbers_sequences
         self._numbers = itertools.count(1)
         self._directed = type(kv).directions is not KvAllocator.directions
         self._standing: dict[Sequence, _Standing] = {}
@@ -190,12 +190,12 @@ class BatchBuilder:
             adapters=self._adapters,
             more_tables=more_tables,
             more_slots=more_slots,
-            numbers=np.array([each.number for each in self._rows], dtype=np.int64) if self._with_numbers else None,
+            numbers=np.array([each.number for each in self._rows], dtype=np.int64) if self._numbers_sequences else None,
             drafts=drafts,
         )
         return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]
 
-    def number(self, sequence: Sequence) -> int:
+    def number_of(self, sequence: Sequence) -> int:
         """Return a sequence's number in `StepBatch.numbers`; 0 while none is stored here."""
         standing = self._standing.get(sequence)
         return 0 if standing is None else standing.number

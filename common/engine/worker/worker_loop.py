@@ -7,10 +7,11 @@
 
 The machine (a state machine without I/O, called on the event loop only) makes all decisions. The step task waits for
 the engine and for work, never for the network. Shortly before a step ends, it asks for the next plan and queues it, if
-that needs neither a decision nor this step's results. On a GPU effects are performed after the next step's launch.
+that needs neither a decision nor this step's results. On a GPU the effects of a step's end wait for the next launch.
 
-Attempt: one try to compute a request. Segment: its positions on one worker. Row: a sequence's tokens in a step. Run:
-neighbouring KV blocks, sent as one piece. Lease: blocks that a receiver reserved for runs; round: one try to send them.
+Attempt: one try to compute a request. Segment: its positions on one worker. Row: a sequence's tokens in a step. A run,
+in names like `SendRuns` and `run_timeout_s`: neighbouring KV blocks, sent as one piece. Lease: blocks that a receiver
+reserved for runs; round: one try to send them.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ _TICK_S = 0.1
 _REGISTER_RETRY_S = 0.5
 _STEP_FAILURE_PAUSE_S = 0.05
 _MAX_BATCHED_MESSAGES = 256
-"""Maximum messages handed to the machine in one call: the engine waits meanwhile."""
+"""Maximum messages handed to the machine in one call: until it returns, no step is launched."""
 
 
 class WorkerLoop:
@@ -109,8 +110,8 @@ class WorkerLoop:
         learned_state: LearnedState | None,
         engine_thread: ThreadPoolExecutor,
     ) -> None:
-        """`handler`: gets the events: `machine`, or a wrapper that records or traces them. `learned_state`: step times
-        stored over restarts. `engine_thread`: executor with one thread; the caller shuts it down."""
+        """`device`: also a GPU (a subclass). `links`: by name. `handler`: `machine`, or a wrapper that records or traces.
+        `learned_state`: stored step times. `engine_thread`: executor with one thread; the caller shuts it down."""
         config, runner = context.config, device.runner
         self._device = device
         self._context = context
@@ -120,9 +121,9 @@ class WorkerLoop:
         self._handler = handler
         self._learned_state = learned_state
         self._bus, self._clock, self._log = context.bus, context.clock, context.log
-        self._revises_predictions = config.predictor.refine_after_prefill  # of lengths, by prompts' hidden states
+        self._revises_predictions = config.predictor.refine_after_prefill  # the predictor does, given hidden states
         self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.oom_retries)
-        if device.leaves_cpu_free:
+        if device.leaves_cpu_free:  # a GPU: decode steps of these batch sizes are recorded as CUDA graphs
             self._metrics.engine.decode_classes_recorded().set(len(runner.captured_batch_sizes))
         self._live_view = LiveView(context, machine, self._metrics.transfer)
         memory = _transfer_memory(runner, links)
@@ -137,20 +138,20 @@ class WorkerLoop:
             on_received=lambda lease_id, round_, error: self._feed(RunsReceived(lease_id, round_, error)),
             on_measured=lambda peer, bytes_per_s: self._feed(LinkMeasured(peer, bytes_per_s)),
         )
-        self._builder = BatchBuilder(machine.kv, with_numbers=runner.drafter is not None)
+        self._builder = BatchBuilder(machine.kv, numbers_sequences=runner.drafter is not None)
         self._drafting = _drafting(context, runner)
         self._loras = LoraLoader(runner.lora, self._feed)
         self._idle_gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
-        self._copier = device.copier()
-        self._engine = EngineThreads(device, self._copier, self._idle_gaps, engine_thread)
+        self._kv_copier = device.copier()
+        self._engine = EngineThreads(device, self._kv_copier, self._idle_gaps, engine_thread)
         self._step_ends = StepEndForecast()
-        self._finished_at_cleanup = 0
-        """Value of `_finished` when drafts of ended sequences were last dropped."""
+        self._cleaned_up_count = 0
+        """Value of `_ended_count` when drafts of ended sequences were last dropped."""
         self._next_plan: IterationPlan | None = None
         """Plan to start when no step runs."""
         self._plan_to_queue: IterationPlan | None = None
         """Plan to queue after the running step."""
-        self._scheduling_since_s = 0.0  # start of the latest decision or, with a draft model, end of drafting for it
+        self._scheduling_since_s = 0.0  # start of the latest decision, or end of the draft model's call after it
         self._deferred_effects: list[WorkerEffect] = []
         """Effects of a step's end that are performed once the next step was launched."""
         self._plan_ready = asyncio.Event()
@@ -163,7 +164,7 @@ class WorkerLoop:
             self._bus.connect(manager, endpoint)
         if self._revises_predictions:
             self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
-        self._context.stats = self._heartbeat
+        self._context.stats = self._heartbeat_stats
         self._context.ready = True
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -181,7 +182,7 @@ class WorkerLoop:
             self._loras.close()
             await self._agent.close()
             self._engine.close()
-            self._copier.close()
+            self._kv_copier.close()
             if self._learned_state is not None:
                 self._learned_state.save()
 
@@ -254,7 +255,7 @@ class WorkerLoop:
             asyncio.get_running_loop().call_soon(self._feed, Undelivered(peer, message))
 
     async def _receive(self) -> None:
-        """Receive messages. The machine gets those that have arrived in one call, so that it plans once."""
+        """Receive messages. All that have arrived are fed to the machine in one call, so that it plans once."""
         while True:
             arrived = [await self._bus.receive()]
             while len(arrived) < _MAX_BATCHED_MESSAGES and (more := self._bus.take()) is not None:
@@ -297,7 +298,7 @@ class WorkerLoop:
             except Exception as error:
                 self._log.exception("iteration failed", rows=len(step.plan.rows), tokens=step.plan.tokens)
                 if following is not None:
-                    await asyncio.wait([following.output_future])  # it fails, too; then `StepFailed` frees its blocks
+                    await asyncio.wait([following.output_future])  # fails, too; only then may its blocks be freed
                     following.output_future.exception()  # marks it as retrieved: else asyncio logs it
                 self._feed(StepFailed(f"iteration failed: {error}"))
                 await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # no busy loop if every step fails
@@ -313,8 +314,8 @@ class WorkerLoop:
 
     async def _draft(self, plan: IterationPlan) -> float:
         """Let the draft model propose tokens for the plan's rows that may have drafts. Return the seconds it took."""
-        drafting = self._drafting
-        requests = [] if drafting is None else drafting.requests_for(plan.rows, self._machine.kv, self._builder.number)
+        drafting, kv = self._drafting, self._machine.kv
+        requests = [] if drafting is None else drafting.requests_for(plan.rows, kv, self._builder.number_of)
         if drafting is None or drafting.model is None or not requests:
             return 0.0
         try:
@@ -329,7 +330,7 @@ class WorkerLoop:
         return drafts.seconds
 
     def _begin(self, plan: IterationPlan, running: list[Sequence] | None = None) -> StepUnderWay:
-        """Queue a plan's batch. `running`: sequences that the running step samples, of which this one takes tokens."""
+        """Queue a plan's batch. `running`: sequences sampled by the running step; this batch reads their new tokens."""
         drafting = self._drafting
         drafts = drafting.drafts_of(plan.rows) if drafting is not None and running is None else None
         batch, sampling = self._builder.build(plan, running, drafts)
@@ -347,9 +348,9 @@ class WorkerLoop:
             await asyncio.wait([step.output_future], timeout=pause_s)
         if step.output_future.done():
             return None
-        drafting = self._drafting  # `watched`: the machine wants to know which sequences are worth drafting
-        expected = [] if drafting is None or not step.plan.watched else drafting.worth_drafting(step.sampling)
-        self._perform(self._feed_deferring(PlanAhead(expected)))
+        drafting, watched = self._drafting, step.plan.watched  # watched: the machine asks what is worth drafting
+        worth_drafting = drafting.worth_drafting(step.sampling) if drafting is not None and watched else []
+        self._perform(self._feed_deferring(PlanAhead(worth_drafting)))
         plan, self._plan_to_queue = self._plan_to_queue, None
         return None if plan is None else self._begin(plan, running=step.sampling)
 
@@ -365,20 +366,22 @@ class WorkerLoop:
         """Take a step's results. `alone`: no other step was queued after it."""
         if step.batch.drafts is None:
             self._step_ends.note(step.plan, latency_s)
-        scores, drafts = prompt_logprobs_of(step.plan, step.batch, output), list[Drafted]()
+        scores = prompt_logprobs_of(step.plan, step.batch, output)
+        judged: list[Drafted] = []
         if self._drafting is not None and step.plan.watched and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
-            drafts = self._drafting.acceptance(step.sampling, proposed, output)
-        finished_before = 0 if self._drafting is None else self._finished
+            judged = self._drafting.acceptance(step.sampling, proposed, output)
+        ended_before = self._ended_count
         effects = self._feed_deferring(
-            StepEnded(sampled_of(step.sampling, output), latency_s, scores, drafts, step.drafting_s)
+            StepEnded(sampled_of(step.sampling, output), latency_s, scores, judged, step.drafting_s)
         )
-        if self._drafting is not None and self._finished != self._finished_at_cleanup:
-            holds, self._finished_at_cleanup = self._machine.state.holds, self._finished
-            if self._drafting.learns and self._finished != finished_before:  # by this step: learn from the responses
+        if self._drafting is not None and self._ended_count != self._cleaned_up_count:
+            # Drafts of requests cancelled before this step's end go only now: `acceptance` has needed them.
+            holds, self._cleaned_up_count = self._machine.state.holds, self._ended_count
+            if self._drafting.learns and self._ended_count != ended_before:  # some ended with this step
                 self._drafting.on_ended([each for each in step.sampling if not holds(each)])
-            self._drafting.forget(holds)  # not when a request is cancelled: `acceptance` of a running step needs them
-        if self._revises_predictions and not step.batch.scoring:
+            self._drafting.forget(holds)
+        if self._revises_predictions and not step.batch.scoring:  # else the model stores states of scored tokens
             self._send_prompt_states(step.sampling)
         if alone and self._device.leaves_cpu_free and self._next_plan is not None:
             self._deferred_effects = effects  # the next step is launched first
@@ -387,10 +390,10 @@ class WorkerLoop:
         self._metrics.step(step.plan, latency_s)
         self._live_view.note_preemptions(step.plan)
         if self._drafting is not None:
-            self._drafting.learn()
+            self._drafting.index_some()
 
     @property
-    def _finished(self) -> int:
+    def _ended_count(self) -> int:
         """Number of requests that ended here, whatever the outcome."""
         return sum(self._machine.counters.finished.values())
 
@@ -407,7 +410,7 @@ class WorkerLoop:
             await asyncio.sleep(_TICK_S)
             self._feed(Tick())
             if self._drafting is not None:
-                self._drafting.learn()
+                self._drafting.index_some()
 
     async def _report(self) -> None:
         """Register with the manager until it knows this worker; report at `REPORT_INTERVAL_S` from then on."""
@@ -417,9 +420,8 @@ class WorkerLoop:
             for effect in self._feed(ReportDue(self._device.free_bytes)):
                 if isinstance(effect, Send) and isinstance(effect.message, WorkerReport):
                     pause_s = REPORT_INTERVAL_S
-                    self._metrics.export(
-                        effect.message.stats, self._agent.quarantined_blocks
-                    )  # a link may write into those
+                    # Quarantined: a link may still write into these blocks.
+                    self._metrics.export(effect.message.stats, self._agent.quarantined_blocks)
                     if self._learned_state is not None:
                         self._learned_state.save_if_due(self._clock.now_s())
             await asyncio.sleep(pause_s)
@@ -437,13 +439,14 @@ class WorkerLoop:
                     await self._event_handled.wait()
         self._feed(DrainEnded())
 
-    def _heartbeat(self) -> dict[str, float]:
+    def _heartbeat_stats(self) -> dict[str, float]:
         stats, quarantined = self._machine.stats(self._device.free_bytes), self._agent.quarantined_blocks
         links = {f"link_bytes_per_s.{peer}": rate for peer, rate in stats.link_rates.items()}
         return self._metrics.heartbeat(stats, quarantined) | to_stats(stats.step_times) | links
 
 
 def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemory:
+    """Return the KV memory of all ranks of this worker, as one. Staging buffers are needed only if KV ever moves."""
     full_geometry = runner.block_geometry
     own_heads = (0, full_geometry.num_kv_heads) if runner.ranks is None else runner.ranks.share.kv_heads
     own_rank = RankTransfers(RankMemory(runner.kv, own_heads, staged=bool(links)), links)
@@ -459,7 +462,7 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
 
 
 def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:
-    """Return the step's tokens, one entry each: several per sequence where drafts were accepted."""
+    """Return the step's tokens and failures, by token: several per sequence where drafts were accepted."""
     if output is None:
         return []
     if output.counts is not None:
@@ -512,7 +515,7 @@ class LiveView:
         with contextlib.suppress(PeerUnreachable):
             self._context.bus.send(MONITOR, self._view(request.cells))
 
-    def _view(self, map_cells: int) -> WorkerView:
+    def _view(self, max_block_map_cells: int) -> WorkerView:
         machine, now_s = self._machine, self._context.clock.now_s()
         rows = rows_of(machine, now_s)
         moved = {"sent": 0.0, "received": 0.0}
@@ -523,7 +526,7 @@ class LiveView:
             role=machine.setup.capacity.role.value,
             sequences=len(machine.state.held),
             rows=rows,
-            blocks=blocks_of(machine, rows, map_cells),
+            blocks=blocks_of(machine, rows, max_block_map_cells),
             decisions=self._decisions.latest(now_s),
             iteration=iteration_of(machine.state.in_flight),
             kv_sent_bytes=moved["sent"],
@@ -534,8 +537,8 @@ class LiveView:
 
 def prompt_states(runner: ModelRunner, sampled: list[Sequence]) -> list[PromptState]:
     """Return the model's final hidden states at the end of prompts, for the length predictor: one message per sequence
-    that has sampled its first token. Empty if the model stores none, or if a step ran in halves for lack of memory."""
-    first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and not each.request.output_known]
+    with its first token (`output_known`: those of former attempts). Empty: none is stored, or a step ran in halves."""
+    first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and each.request.output_known == 0]
     states = runner.sampled_states(len(sampled)) if first else None
     if states is None:
         return []

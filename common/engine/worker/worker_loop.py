@@ -110,7 +110,7 @@ class WorkerLoop:
         learned_state: LearnedState | None,
         engine_thread: ThreadPoolExecutor,
     ) -> None:
-        """`device`: also a GPU (a subclass). `links`: by name. `handler`: `machine`, or a wrapper that records or traces.
+        """`device`: also a GPU (a subclass). `links`: by name. `handler`: `machine`, or a recording or tracing one.
         `learned_state`: stored step times. `engine_thread`: executor with one thread; the caller shuts it down."""
         config, runner = context.config, device.runner
         self._device = device

@@ -71,7 +71,7 @@ class Dispatcher:
         for dispatch in self._order.decide(now_s, cluster):
             for request_id in dispatch.request_ids:
                 managed = self._roster.requests.get(request_id)
-                if managed is not None and managed.item is not None and managed.waiting:
+                if managed is not None and managed.item is not None and managed.queued:
                     self._place(now_s, managed, managed.item, dispatch, cluster)
 
     def start(self, now_s: float, managed: ManagedAttempt, item: WaitingRequest, index: int, batch_id: int) -> None:
@@ -123,7 +123,7 @@ class Dispatcher:
                 assert all(one.end == other.start for one, other in pairwise(segments)), (
                     f"{managed.attempt}: its segments are not one behind the other: {segments}"
                 )
-                managed.waiting = False
+                managed.queued = False
                 managed.segments = segments
                 self._counters.dispatched += 1
                 demoted = decision.best_effort and not item.accepted

@@ -182,11 +182,11 @@ class ManagerMachine:
         return len(self._roster.workers)
 
     def queued(self) -> list[WaitingRequest]:
-        return [each.item for each in self._roster.requests.values() if each.waiting and each.item is not None]
+        return [each.item for each in self._roster.requests.values() if each.queued and each.item is not None]
 
     def check(self) -> None:
         self._roster.check()
-        waiting = sum(managed.waiting for managed in self._roster.requests.values())
+        waiting = sum(managed.queued for managed in self._roster.requests.values())
         if waiting != len(self._order):
             raise InvariantViolated(f"{waiting} requests wait, the queue has {len(self._order)}")
         if self._roster.requests and not self._lead.leads:
@@ -333,7 +333,7 @@ class ManagerMachine:
             self._dispatcher.refuse(sender, Refused(request.attempt, 429, "the manager's queue is full", "queue_full"))
             return False
         item = WaitingRequest(request, now_s, request.prediction)
-        self._roster.add(ManagedAttempt(request.attempt, sender, item, waiting=True))
+        self._roster.add(ManagedAttempt(request.attempt, sender, item, queued=True))
         waiting = len(self._order)
         self._order.add(now_s, item)
         assert len(self._order) == waiting + 1, f"{request.attempt} came, {len(self._order)} wait after {waiting}"
@@ -343,7 +343,7 @@ class ManagerMachine:
         managed = self._roster.requests.get(message.request_id)
         if managed is None:
             return
-        if managed.waiting:
+        if managed.queued:
             self._order.revise(now_s, message.request_id, message.prediction)
         if managed.item is not None:  # the worker it is sent to later starts from the newest prediction
             managed.item.request = msgspec.structs.replace(managed.item.request, prediction=message.prediction)
@@ -481,9 +481,9 @@ class ManagerMachine:
             self._send(instance, Cancel([managed.attempt], reason))
 
     def _drop(self, now_s: float, managed: ManagedAttempt) -> list[InstanceId]:
-        assert not (managed.waiting and managed.live), f"{managed.attempt} waits and is on {[*managed.live]}"
+        assert not (managed.queued and managed.live), f"{managed.attempt} waits and is on {[*managed.live]}"
         holders = self._roster.remove(managed)
-        if managed.waiting:
+        if managed.queued:
             waiting = len(self._order)
             self._order.remove(now_s, managed.request_id)
             assert len(self._order) == waiting - 1, f"{managed.attempt} left, {len(self._order)} wait after {waiting}"

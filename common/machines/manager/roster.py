@@ -1,14 +1,16 @@
 """The manager's record of gateways, workers, and the attempts on them.
 
-    gateway lists outstanding ──▶ requests ── assign ──▶ workers: live ◀── worker reports held, awaiting
+    from gateways: submitted and outstanding attempts ──▶ `requests` ── `assign` ──▶ a worker's `live`
+    from workers: registrations and reports           ──▶ a worker's `held` and `awaiting`
 
-Attempt: one try to compute a request; a resubmission is the next one. Segment: its positions on one worker. `live`:
-sent to a worker and not ended there. `held`: reported by a worker; `awaiting`: held, and its KV has not arrived.
-`unreported`: sent, and in no report yet. Claimed: in `requests`, because a gateway submitted or listed it. Unclaimed:
-held and not claimed, with the time since when. Parked: computed, and its KV is kept until the next worker is chosen.
+Attempt: one try to compute a request; a resubmission is the next one. Segment: its positions on one worker. Parked:
+computed, and its KV is kept until the next worker is chosen.
+Claimed: in `requests`, because a gateway submitted or listed it. `live`: sent to a worker and not ended there.
+`held`: reported by a worker. `awaiting`: held, and it waits for its KV or, if parked, for its next worker.
+`unconfirmed`: live and not held: not yet reported, or no longer. Unreported: sent, and never reported yet.
+Unclaimed: held and not claimed. Stray: held by a worker and not live there.
 
-Called by `ManagerMachine` alone. Answers which attempts are lost with a worker, and which are held although no gateway
-claims them. Sends nothing, decides nothing about a request.
+Called by `ManagerMachine` alone. Answers which attempts are lost, and which unclaimed. Sends and decides nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from cohort.common.policies.serving_views import ServingViews
 from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 _HOLD_GRACE_S = 2.0
-"""Time after an attempt was sent to a worker in which reports without it do not make it lost."""
+"""Minimum time since an attempt was sent, stalled or became unclaimed, before it is given up: reports may be late."""
 _FINISHED_GRACE_S = 5.0
 """Time in which a finished request's last tokens should reach its gateway: they travel on another connection."""
 _FINISHED_REMEMBERED_S = 30.0
-"""Time for which finished attempts are stored: one that its gateway still lists is not taken for lost."""
+"""Time for which finished attempts are stored, so that one which its gateway still lists is not taken for lost."""
 RESUBMIT_S = 0.1
-"""Maximum time for which placement pauses, so that lost requests are resubmitted and go first: many round trips."""
+"""Maximum time for which placement pauses, so that lost requests are resubmitted and go first. Many round trips fit."""
 _RENOTIFY_AFTER_S = 1.5
 """Time after which an `AttemptsLost` is repeated if the gateway still lists the attempt; it doubles each time. Gateways
-send a list every second: the second one after a lost message has it repeated."""
+send a list once a second: a lost message is repeated upon the second or third list after it."""
 _MAX_RENOTIFY_S = 12.0
 _NOTICE_REMEMBERED_S = 60.0
 """Time for which a notice is stored, more than `_MAX_RENOTIFY_S`. An attempt listed later counts as newly lost."""
@@ -55,21 +57,21 @@ class Worker:
     held: set[Attempt] = field(default_factory=set)
     """Attempts that it has, waiting or computing, according to its registration and the reports since."""
     awaiting: set[Attempt] = field(default_factory=set)  # a part of `held`
-    live: dict[RequestId, ManagedAttempt] = field(default_factory=dict)  # the inverse of `ManagedAttempt.live`
+    live: dict[RequestId, ManagedAttempt] = field(default_factory=dict)  # as `ManagedAttempt.live` says
     attempts: set[Attempt] = field(default_factory=set)  # of `live`
     unconfirmed: dict[Attempt, None] = field(default_factory=dict)
-    """Attempts in `live` and not in `held`, in the order in which they became so."""
+    """Attempts in `live` and not in `held` (not yet, or no more), in the order in which they became so."""
     order: int = 0  # rank by first registration: a stable order of workers
     last_report_number: int = 0  # of the last report that was used; 0 = none since it registered
     may_have_stalled: bool = False
     """Whether an attempt in `live` may have `stalled_since_s` set."""
-    unreported: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
-    """Prefill tokens, context tokens and adapter of requests that were sent to it and are in no report yet."""
+    unreported_loads: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
+    """Prefill tokens, context tokens and adapter of requests that were sent to it and have been in no report."""
 
     def add_unreported(self, request_id: RequestId, load: tuple[int, int, str]) -> None:
         """Add a request sent to it. The sums are updated, not made anew: thousands may be unreported."""
-        again = request_id in self.unreported
-        self.unreported[request_id] = load
+        again = request_id in self.unreported_loads
+        self.unreported_loads[request_id] = load
         if again:
             self.count_unreported()
             return
@@ -82,18 +84,19 @@ class Worker:
 
     def drop_reported(self) -> None:
         """Drop the load of requests that a report shows."""
-        unreported, unconfirmed, live = self.unreported, self.unconfirmed, self.live
-        self.unreported = (
-            {n: unreported[n] for n in unreported if live[n].attempt in unconfirmed} if unconfirmed else {}
-        )
+        loads, unconfirmed = self.unreported_loads if self.unconfirmed else {}, self.unconfirmed
+        self.unreported_loads = {
+            request_id: load for request_id, load in loads.items() if self.live[request_id].attempt in unconfirmed
+        }
         self.count_unreported()
 
     def count_unreported(self) -> None:
         """Count as load what was sent to the worker and is not in its last report."""
-        self.view.assigned_requests = len(self.unreported)
-        self.view.assigned_prefill_tokens = sum(prefill for prefill, _, _ in self.unreported.values())
-        self.view.assigned_context_tokens = sum(context for _, context, _ in self.unreported.values())
-        self.view.assigned_adapters = frozenset([adapter for _, _, adapter in self.unreported.values() if adapter])
+        loads = self.unreported_loads.values()
+        self.view.assigned_requests = len(loads)
+        self.view.assigned_prefill_tokens = sum(prefill for prefill, _, _ in loads)
+        self.view.assigned_context_tokens = sum(context for _, context, _ in loads)
+        self.view.assigned_adapters = frozenset([adapter for _, _, adapter in loads if adapter])
 
 
 @dataclass(slots=True, eq=False)
@@ -104,14 +107,14 @@ class ManagedAttempt:
     attempt: Attempt
     gateway: InstanceId
     item: WaitingRequest | None = None
-    waiting: bool = False
+    queued: bool = False  # for placement
     segments: tuple[Segment, ...] = ()
     live: dict[InstanceId, float] = field(default_factory=dict)
     parked_at: InstanceId = ""
     """Worker that computed `parked_positions` of it and keeps their KV until the next worker is chosen; "" = none."""
     parked_positions: int = 0
     stalled_since_s: float | None = None
-    """Time since which all workers in `live` wait for its KV, so that nobody computes it; None if one does not wait."""
+    """Time since which all workers in `live` await its KV, so that nobody computes it; None while one does not."""
 
     @property
     def request_id(self) -> RequestId:
@@ -131,7 +134,7 @@ class Roster:
         self._unclaimed: dict[Attempt, float] = {}
         """Unclaimed attempts, and the time since which they are known as such, oldest first."""
         self._stray_holders: dict[Attempt, list[InstanceId]] = {}
-        """Workers that hold an attempt which is not live there: nearly always unclaimed, or just ended."""
+        """Workers that hold an attempt which is not live there: unclaimed, just ended, or live on others only."""
         self._registrations = 0
         self._finished: deque[Attempt] = deque()
         self._finished_at_s: dict[Attempt, float] = {}
@@ -163,15 +166,15 @@ class Roster:
 
     def register_worker(self, now_s: float, message: RegisterWorker) -> None:
         known = self.workers.get(message.instance)
-        assert known is None or known.incarnation == message.incarnation, f"{message.instance}: old process is listed"
+        assert known is None or known.incarnation == message.incarnation, f"{message.instance} still has an old process"
         view = InstanceView(message.instance, message.capacity)
         self._views = None
         self._registrations += 1
         worker = Worker(message.incarnation, message.endpoint, view, now_s, order=self._registrations)
-        if known is not None:  # the same process, after the manager had lost sight of it: keep what was sent to it
+        if known is not None:  # registers again, as nothing has answered or this is a standby: keep what was sent
             worker.live, worker.attempts, worker.may_have_stalled = known.live, known.attempts, known.may_have_stalled
             worker.held, worker.unconfirmed, worker.order = known.held, known.unconfirmed, known.order
-            worker.unreported = known.unreported
+            worker.unreported_loads = known.unreported_loads
         self.workers[message.instance] = worker
         worker.awaiting = set(message.awaiting)
         self._replace_held(message.instance, worker, {*message.held, *message.awaiting})
@@ -180,7 +183,7 @@ class Roster:
 
     def read_report(self, now_s: float, report: WorkerReport) -> list[ManagedAttempt] | None:
         """Record a report. Return attempts that the worker should hold and does not, or that are stalled; None if it
-        counts as dead or unknown. Costs what changed; once a second, with a full report, all that is held."""
+        counts as dead or unknown. Its cost grows with the changes; a full report's, once a second, with all held."""
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None
@@ -193,8 +196,8 @@ class Roster:
             return []  # it has the changes since a report that was lost: a full one follows
         worker.last_report_number = report.sequence
         view.stats = report.stats
-        worker.awaiting = set(report.awaiting)
-        if report.since:
+        worker.awaiting = set(report.awaiting)  # always complete; `held` of a full report is without it
+        if report.since:  # `held` and `gone` are changes
             for attempt in report.gone:
                 self._remove_held(report.instance, worker, attempt)
             for attempt in (*report.held, *report.awaiting):
@@ -202,10 +205,11 @@ class Roster:
         else:
             self._replace_held(report.instance, worker, {*report.held, *report.awaiting})
         lost_or_stalled = self._lost_or_stalled(now_s, report.instance, worker)
-        if worker.unreported:
+        if worker.unreported_loads:
             worker.drop_reported()
         self._touched(report.instance)
-        if report.since or self._unclaimed or not worker.held <= self._claimed:  # cheap: hashes are stored
+        # Skipped for full reports of claimed attempts only: sets are compared faster than the report's lists.
+        if report.since or self._unclaimed or not worker.held <= self._claimed:
             self._note_unclaimed(now_s, report.held, report.awaiting)
         return lost_or_stalled
 
@@ -242,32 +246,29 @@ class Roster:
 
     def _lost_or_stalled(self, now_s: float, instance: InstanceId, worker: Worker) -> list[ManagedAttempt]:
         """Return attempts that a report shows as lost or stalled. Cheap in the usual case, that there are none."""
-        live, awaiting = worker.live, worker.awaiting
         lost_or_stalled = [
             managed
-            for managed in (live[attempt.request_id] for attempt in worker.unconfirmed)
+            for managed in (worker.live[attempt.request_id] for attempt in worker.unconfirmed)
             if now_s - managed.live[instance] > _HOLD_GRACE_S
         ]
-        if not (awaiting or worker.may_have_stalled):
+        if not (worker.awaiting or worker.may_have_stalled):
             return lost_or_stalled
-        for managed in live.values():
+        for managed in worker.live.values():
             if managed.attempt in worker.unconfirmed:
                 continue
-            if managed.attempt not in awaiting:
+            if managed.attempt not in worker.awaiting:
                 managed.stalled_since_s = None
             elif self._stalled_for_s(now_s, managed) > _HOLD_GRACE_S:
                 lost_or_stalled.append(managed)
         if worker.may_have_stalled:
-            worker.may_have_stalled = any(managed.stalled_since_s is not None for managed in live.values())
+            worker.may_have_stalled = any(managed.stalled_since_s is not None for managed in worker.live.values())
         return lost_or_stalled
 
     def _stalled_for_s(self, now_s: float, managed: ManagedAttempt) -> float:
-        """Return for how long all holders have been waiting for KV: no one sends it if the message that the attempt is
-        parked, or which worker comes next, was lost with a connection or a former leader."""
-        waits = list(managed.live) != [managed.parked_at] and all(
-            managed.attempt in self.workers[name].awaiting for name in managed.live
-        )
-        if not waits:
+        """Return for how long all holders have waited for KV. Nobody sends it if a message was lost, with a connection
+        or a former leader: that the attempt is parked, or the one that names its next worker."""
+        only_parked = list(managed.live) == [managed.parked_at]  # awaits its next worker, which this manager chooses
+        if only_parked or any(managed.attempt not in self.workers[name].awaiting for name in managed.live):
             managed.stalled_since_s = None
         elif managed.stalled_since_s is None:
             managed.stalled_since_s = now_s
@@ -276,7 +277,7 @@ class Roster:
         return now_s - managed.stalled_since_s if managed.stalled_since_s is not None else 0.0
 
     def silent_workers(self, now_s: float, min_timeout_s: float = 0.0) -> list[tuple[InstanceId, float]]:
-        """Return dead workers and their silence: longer than the timeout and `min_timeout_s`. Updates report ages."""
+        """Update all report ages. Return workers silent for longer than both timeouts, and for how long they are."""
         silent, timeout_s = [], max(self._report_timeout_s, min_timeout_s)
         for name, worker in self.workers.items():
             worker.view.report_age_s = now_s - worker.last_report_at_s
@@ -316,8 +317,8 @@ class Roster:
             self._views.touch(instance)
 
     def computing(self, attempt: Attempt) -> list[InstanceId]:
-        """Return all workers that hold an attempt, if at least one of them has KV of it; else none. Called for every
-        attempt that gateways list after a restart: it must not search all workers."""
+        """Return all workers that hold an attempt; none if it is `awaiting` on all, so that nobody computes it. Called
+        for every attempt that gateways list after a restart: it must not search all workers."""
         holders = list(self._stray_holders.get(attempt, ()))
         managed = self.requests.get(attempt.request_id)
         if managed is not None and managed.attempt == attempt:
@@ -344,6 +345,7 @@ class Roster:
             self.assign(now_s, adopted, name)
 
     def remove(self, managed: ManagedAttempt) -> list[InstanceId]:
+        """Remove an attempt. Return the workers that it was live on."""
         known = self.requests.pop(managed.request_id, None)
         assert known is managed, f"{managed.attempt} is removed and was not in requests"
         self._claimed.discard(managed.attempt)
@@ -351,7 +353,7 @@ class Roster:
         for instance in holders:
             self.unassign(managed, instance)
         assert not managed.live, f"ended {managed.attempt} is on {[*managed.live]}"
-        return [instance for instance in holders if instance in self.workers]
+        return holders
 
     def assign(self, now_s: float, managed: ManagedAttempt, instance: InstanceId) -> None:
         assert instance in self.workers, f"{managed.attempt} is sent to {instance}, which is not there"
@@ -371,7 +373,7 @@ class Roster:
         if managed.item is not None:
             request = managed.item.request
             tokens = len(request.tokens)
-            prefills = bool(managed.segments) and managed.segments[0].instance == instance  # all, by this estimate
+            prefills = bool(managed.segments) and managed.segments[0].instance == instance  # all, even if split further
             worker.add_unreported(managed.request_id, (tokens if prefills else 0, tokens, request.adapter))
             self._touched(instance)
 
@@ -381,7 +383,7 @@ class Roster:
         if worker is not None and worker.live.get(managed.request_id) is managed:
             del worker.live[managed.request_id]
             self._remove_live(worker, instance, managed.attempt)
-            if worker.unreported.pop(managed.request_id, None) is not None:
+            if worker.unreported_loads.pop(managed.request_id, None) is not None:
                 worker.count_unreported()
                 self._touched(instance)
 
@@ -439,9 +441,9 @@ class Roster:
         for request_id, managed in self.requests.items():
             if managed.request_id != request_id:
                 raise InvariantViolated(f"{managed.attempt} is filed under {request_id}")
-            if managed.waiting and (managed.live or managed.item is None):
+            if managed.queued and (managed.live or managed.item is None):
                 raise InvariantViolated(f"{managed.attempt} waits in the queue and is on {sorted(managed.live)}")
-            if not managed.waiting and not managed.live:
+            if not managed.queued and not managed.live:
                 raise InvariantViolated(f"{managed.attempt} neither waits nor is on any worker")
             for instance in managed.live:
                 worker = self.workers.get(instance)
@@ -456,9 +458,10 @@ class Roster:
             if worker.unconfirmed.keys() != worker.attempts - worker.held:
                 raise InvariantViolated(f"{instance}: unconfirmed are {sorted(worker.unconfirmed)}")
             counted = (worker.view.assigned_requests, worker.view.assigned_context_tokens)
-            if counted != (len(worker.unreported), sum(context for _, context, _ in worker.unreported.values())):
-                raise InvariantViolated(f"{instance} counts {counted} for {len(worker.unreported)} unreported")
-            if not worker.unreported.keys() <= worker.live.keys():
+            loads = worker.unreported_loads
+            if counted != (len(loads), sum(context for _, context, _ in loads.values())):
+                raise InvariantViolated(f"{instance} counts {counted} for {len(loads)} unreported")
+            if not loads.keys() <= worker.live.keys():
                 raise InvariantViolated(f"{instance}: not all that is unreported is live")
         claimed = {managed.attempt for managed in self.requests.values()}
         if claimed != self._claimed:
@@ -486,7 +489,7 @@ class LostAttempts:
     """
 
     def __init__(self) -> None:
-        self._waits_until_s: dict[RequestId, float] = {}
+        self._expected_until_s: dict[RequestId, float] = {}
         """Requests whose next attempt is expected, and until when placements wait for it."""
         self._notices: dict[Attempt, tuple[float, float]] = {}
         """Time of an attempt's last notice, and the time after which it is repeated; oldest notice first."""
@@ -510,22 +513,22 @@ class LostAttempts:
         return first, again
 
     def expect(self, now_s: float, attempts: Iterable[Attempt]) -> None:
-        self._waits_until_s.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
+        self._expected_until_s.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
 
     def resolve(self, request_id: RequestId) -> None:
-        self._waits_until_s.pop(request_id, None)
+        self._expected_until_s.pop(request_id, None)
 
     def waits(self, now_s: float) -> bool:
         """Return whether placements wait, after dropping requests whose time is over."""
-        if self._waits_until_s:
-            self._waits_until_s = {name: until_s for name, until_s in self._waits_until_s.items() if now_s < until_s}
-        return bool(self._waits_until_s)
+        if self._expected_until_s:
+            self._expected_until_s = {key: at_s for key, at_s in self._expected_until_s.items() if now_s < at_s}
+        return bool(self._expected_until_s)
 
     @property
     def waits_until_s(self) -> float | None:
         """Latest time until which placements wait; None if they do not."""
-        return max(self._waits_until_s.values(), default=None)
+        return max(self._expected_until_s.values(), default=None)
 
     def clear(self) -> None:
-        self._waits_until_s.clear()
+        self._expected_until_s.clear()
         self._notices.clear()

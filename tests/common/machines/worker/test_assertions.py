@@ -189,9 +189,9 @@ def test_tokens_of_a_request_that_counts_as_waiting() -> None:
 
 def test_an_older_attempt_after_a_newer_one() -> None:
     roster = Roster(1.0)
-    roster.add(ManagedAttempt(Attempt("r", 2), "gateway", waiting=True))
+    roster.add(ManagedAttempt(Attempt("r", 2), "gateway", queued=True))
     with pytest.raises(AssertionError, match="is not later than"):
-        roster.add(ManagedAttempt(Attempt("r", 1), "gateway", waiting=True))
+        roster.add(ManagedAttempt(Attempt("r", 1), "gateway", queued=True))
 
 
 def test_a_manager_that_leads_with_an_epoch_of_another() -> None:

@@ -1,13 +1,14 @@
 """Where a request runs: the worker on which its first token is predicted to come soonest.
 
+Closed: a worker whose decode rows (decoding sequences' tokens in a step) leave prompts no time within the rows' TPOTs.
+
     workers that can hold it (in a large cluster: a shortlist) ─▶ one per device (the others on it are warm standbys)
            ─▶ predicted TTFT there + delay of other requests + penalty for the cache filling up, all in seconds
            ─▶ TTFT SLO missed on every worker: the admission test decides (serve, best effort, refuse)
-           ─▶ the whole request on the best; split, if its decode row would close that worker: its prompt there, its
-              decode row (a decoding sequence's token in a step) on a closed worker (P/D of this one request)
+           ─▶ the whole request on the best worker; only its prompt, if its decode row would close that one and fits
+              on a worker that is closed already: this gets the decode row (P/D of this one request)
 
-Implements the manager's `Placement`. Roles are preferences: every worker may prefill and decode. Closed: a worker whose
-decode rows leave no time for prompts within their TPOT. Positions: KV slots. Attempt: one try to compute a request.
+Implements the manager's `Placement`. Roles are preferences: every worker may prefill and decode. Positions: KV slots.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segment
 
 _MIN_USEFUL_CHUNK = 64
-"""Prompt tokens: a worker whose steps have time for fewer beside its decode rows counts as closed."""
-_MAX_DECODE_PRICE_S = 1.0
-"""Maximum `Candidate.price_s` of a worker that gets a decode row alone: 1.75 caches of KV, as an upper estimate."""
+"""Prompt tokens for which an open worker's steps have time beside its decode rows; with time for fewer it is closed."""
+_MAX_DECODE_PENALTY_S = 1.0
+"""Maximum `Candidate.memory_penalty_s` of the worker that computes a split request's decode. A penalty of 1.0 means that
+1.75 caches of KV are expected there, by an upper estimate."""
 _UNMEASURED_BYTES_PER_S = 2.0e10
 """Rate between two workers until a transfer was measured: one PCIe 4 link of 16 lanes."""
 _ADAPTER_LOAD_S = 0.2
@@ -56,7 +58,7 @@ _OVERTAKING = ("most_in_time", "shortest")
 """Prompt orders in which shorter prompts overtake longer ones that came earlier."""
 _ANY_LENGTH = 1 << 30  # tokens, more than any prompt has
 Views = Mapping[InstanceId, InstanceView]
-Slowdown = tuple[float, float]
+Slowdowns = tuple[float, float]
 """Factors by which waiting, and computing, take longer because shorter prompts arrive later and overtake."""
 MeanLoad = tuple[float, float]
 """Decode rows of an average device, and the tokens of context that they attend to."""
@@ -64,23 +66,23 @@ MeanLoad = tuple[float, float]
 
 @dataclass(slots=True)
 class Candidate:
-    """Worker, and what is predicted of the request there. Workers are compared by the sum of the three times. `delay_s`
-    lets requests with strict TPOTs gather on few workers."""
+    """Worker, and what is predicted of the request there. Of those neither full nor closed, the best has the least
+    sum of `ttft_s`, `delay_s` and `memory_penalty_s`. `delay_s` lets strict TPOTs gather on few workers."""
 
     view: InstanceView
     work: PlacedWork  # reported from there, and placed since
     pace: Pace  # speed at which prompts are computed there
     cached: int  # tokens of the prompt in the worker's prefix cache
     ttft_s: float
-    delay_s: float  # of other requests: prompts behind this one, and all in the shorter steps that its TPOT requires
-    price_s: float  # penalty for KV that is expected beyond three quarters of the cache: a second per whole cache
+    delay_s: float  # of other prompts: of those behind this one and, by its TPOT's shorter steps, of all in its decode
+    memory_penalty_s: float  # for KV expected beyond three quarters of the cache: a second per whole cache
     full: bool  # with this request's row the decode rows alone would exceed the strictest TPOT
     closed: bool  # no useful chunk of a prompt fits beside the decode rows within the strictest TPOT
-    closes: bool  # with this request's row none would fit, counting no fewer rows than an average device has
+    closes: bool  # with its row none would fit, counting at least as many rows as an average device has
 
 
 @dataclass(slots=True)
-class _PlacementRequest:
+class _Placing:
     """Request to be placed. `output`: predicted tokens; `variance`: (p90 − mean)² of them. `overtaking`: positions per
     second and device that later, shorter prompts take."""
 
@@ -88,7 +90,7 @@ class _PlacementRequest:
     record: RequestRecord
     output: float
     variance: float
-    slowdown: Slowdown
+    slowdowns: Slowdowns
     overtaking: float
     chain: Chain
     cached: Cached
@@ -145,11 +147,11 @@ class LeastTtft(Placement):
         rows, context = sum([work.rows for work in works]), sum([work.context for work in works])
         mean_load = rows / len(by_device), context / len(by_device)
         device_count = len(by_device) if shortlist is views else self._shortlist.devices
-        wanted = self._placement_request(now_s, waiting, mean_load, device_count, chain, cached)
-        candidates = [self.forecast(now_s, view, sharing, wanted) for view, sharing in by_device]
+        placing = self._placing(now_s, waiting, mean_load, device_count, chain, cached)
+        candidates = [self.forecast(now_s, view, sharing, placing) for view, sharing in by_device]
         best = next((c for c in candidates if c.view.instance == preferred), None)
         if best is not None:
-            return self._place_whole(now_s, wanted, best, "as preferred")
+            return self._place_whole(now_s, placing, best, "as preferred")
         self._prompt_rate = sum([candidate.pace.rate for candidate in candidates]) * device_count / len(by_device)
         # A worker without measured step times counts as in time.
         soonest_s = min(candidate.ttft_s if _is_measured(candidate.view) else 0.0 for candidate in candidates)
@@ -157,22 +159,22 @@ class LeastTtft(Placement):
         if isinstance(verdict, Refuse):
             return verdict
         if verdict == "serve":
-            return self._place(now_s, wanted, candidates, views)
-        wanted.record.demote()
-        placed = self._place(now_s, wanted, candidates, views)
+            return self._place(now_s, placing, candidates, views)
+        placing.record.demote()
+        placed = self._place(now_s, placing, candidates, views)
         # The TTFT for which it was demoted, counted from its arrival (`ttft_s` counts from now).
         return replace(placed, best_effort=True, forecast_s=self._test.forecast_s(now_s, waiting, soonest_s))
 
-    def _place(self, now_s: float, wanted: _PlacementRequest, candidates: list[Candidate], views: Views) -> Placed:
+    def _place(self, now_s: float, placing: _Placing, candidates: list[Candidate], views: Views) -> Placed:
         ordered = sorted(candidates, key=_sort_key)
         best = ordered[0]
-        self._shortlist.remember(candidate.view.instance for candidate in ordered[1:])  # the best gets this request
+        self._shortlist.remember(each.view.instance for each in ordered[1:])  # likely the best next time
         if not (best.closes or best.closed):
-            return self._place_whole(now_s, wanted, best, "its first token comes soonest here")
-        decode_worker = self._decode_worker(views, candidates, best, wanted)
-        if decode_worker is None:
-            return self._place_whole(now_s, wanted, best, "no worker for its decode alone")
-        return self._place_split(now_s, wanted, best, decode_worker)
+            return self._place_whole(now_s, placing, best, "its first token comes soonest here")
+        decode_worker = self._decode_worker(views, candidates, best, placing)
+        if decode_worker is None:  # or no use in a split: `best` is closed itself, or there is one token only
+            return self._place_whole(now_s, placing, best, "no worker for its decode alone")
+        return self._place_split(now_s, placing, best, decode_worker)
 
     def reported(self, now_s: float, view: InstanceView) -> None:
         """Read a report when it comes, so that a placement does not cost more the more work workers have."""
@@ -209,15 +211,15 @@ class LeastTtft(Placement):
             self._prefixes.only(views)
 
     def _refresh(self, now_s: float, views: Views) -> None:
-        """Read reports that were not passed to `reported`: none of a manager's, which passes each."""
+        """Read views that were not passed to `reported`: of workers that registered and have sent no report since."""
         for name, view in views.items():
             work = self._work.get(name)
             if work is None or work.stats is not view.stats:
                 self.reported(now_s, view)
 
     def _score_forecasts(self, work: PlacedWork) -> None:
-        """Compare first tokens with forecasts: that of a decode row with n positions beyond its prompt came about
-        n + 0.5 steps before the report. Left out: responses that no report showed, and those of split requests."""
+        """Compare first tokens with forecasts. The first token of a decode row with n positions beyond its prompt came
+        about n + 0.5 steps before the report. Left out: responses that no report showed, and split requests' ones."""
         step_s = work.stats.step_s
         for row, record in work.reported.take_new_decodes():
             if record.predicted_s is None:
@@ -227,36 +229,37 @@ class LeastTtft(Placement):
             predicted_s, record.predicted_s = record.predicted_s, None
             self._error.add(predicted_s, real_s)
 
-    def _placement_request(
+    def _placing(
         self, now_s: float, waiting: WaitingRequest, mean_load: MeanLoad, devices: int, chain: Chain, cached: Cached
-    ) -> _PlacementRequest:
-        request, known_output = waiting.request, waiting.request.output_known
-        max_output = float(request.sampling.max_tokens - known_output)
-        output = max(1.0, min(max_output, waiting.expected_output(self._default_output) - known_output))
+    ) -> _Placing:
+        request, known_output_tokens = waiting.request, waiting.request.output_known
+        max_output = float(request.sampling.max_tokens - known_output_tokens)
+        output = max(1.0, min(max_output, waiting.expected_output(self._default_output) - known_output_tokens))
         prediction = waiting.prediction
         spread = max(0.0, min(prediction.p90, max_output) - prediction.mean) if prediction else 0.0
         real_time = request.traffic_class == "rt"
-        ttft_s, _ = targets(request.slo, output) if real_time else (0.0, 0.0)
+        ttft_s = targets(request.slo, output)[0] if real_time else 0.0
+        promised = ttft_s > 0.0  # it has a TTFT SLO or a deadline
         record = RequestRecord(
             attempt=request.attempt,
             best_effort=not real_time,
             priority=request.priority,
             arrived_s=now_s - request.waited_s,
-            due_s=now_s + ttft_s if ttft_s else inf,
-            tpot_s=request.slo.tpot_s if ttft_s else 0.0,  # only a named TPOT: one derived from a deadline is a guess
+            due_s=now_s + ttft_s if promised else inf,
+            tpot_s=request.slo.tpot_s if promised else 0.0,  # only a named TPOT: one derived from a deadline is a guess
             tokens=len(request.tokens),
             cached=0,  # set by `_record`
             variance=spread * spread,
             placed_at_s=now_s,
         )
-        slowdowns, overtaking = self._slowdown(now_s, record, output)
-        return _PlacementRequest(
+        slowdowns, overtaking = self._note_arrival(now_s, record, output)
+        return _Placing(
             request, record, output, spread * spread, slowdowns, overtaking / devices, chain, cached, mean_load
         )
 
-    def _slowdown(self, now_s: float, record: RequestRecord, output: float) -> tuple[Slowdown, float]:
-        """Return the slowdown by later prompts that overtake, and the positions per second that they take. While a
-        prompt is computed, half of it is left on average. Records the arrival: best-effort prompts overtake nobody."""
+    def _note_arrival(self, now_s: float, record: RequestRecord, output: float) -> tuple[Slowdowns, float]:
+        """Return the slowdowns by later prompts that overtake, and the positions per second that they take. While a
+        prompt is computed, half of it is left on average. Record its arrival, unless it is best effort."""
         if self._arriving is None:
             return (1.0, 1.0), 0.0
         if record.best_effort:
@@ -271,8 +274,8 @@ class LeastTtft(Placement):
     def _by_device(
         self, able: list[InstanceView], views: Iterable[InstanceView]
     ) -> list[tuple[InstanceView, list[PlacedWork]]]:
-        """Return one worker per device, and the work of those that share it: of these the one whose role decodes, then
-        the one with most decode rows. The others are warm standbys."""
+        """Return one worker per device, and the work of the others on it, which are warm standbys. Chosen is one whose
+        role decodes; of several, the one with most decode rows."""
         if not any(view.capacity.device for view in able):
             return [(view, []) for view in able]
         chosen: dict[str, InstanceView] = {}
@@ -293,65 +296,63 @@ class LeastTtft(Placement):
     def _device_order(self, view: InstanceView) -> tuple[bool, int, InstanceId]:
         return (not view.role.decodes, -self._work[view.instance].rows, view.instance)
 
-    def forecast(
-        self, now_s: float, view: InstanceView, sharing: list[PlacedWork], wanted: _PlacementRequest
-    ) -> Candidate:
+    def forecast(self, now_s: float, view: InstanceView, sharing: list[PlacedWork], placing: _Placing) -> Candidate:
         """Return what would become of this request on a worker. `sharing`: work of the others on its device."""
-        options, record, work = self._options, wanted.record, self._work[view.instance]
-        cached = wanted.cached.get(view.instance, 0)
+        options, record, work = self._options, placing.record, self._work[view.instance]
+        cached = placing.cached.get(view.instance, 0)
         own_tokens, usable_share = record.tokens - cached, 1.0 - HEADROOM
         own_pairs = own_tokens * (cached + 0.5 * own_tokens)  # query-key pairs of attention
         pace = work.pace(sharing)
-        rank = wanted.ranks.get(work.token_s)
+        rank = placing.ranks.get(work.token_s)
         if rank is None:
-            rank = wanted.ranks[work.token_s] = work.rank(now_s, record)
+            rank = placing.ranks[work.token_s] = work.rank(now_s, record)
         computed = work.done(now_s, pace)  # since the report
         tokens_before, pairs_before = work.before(rank, computed)
         all_tokens, busy, strictest_s = work.prompt_tokens, work.busy, work.strictest_s
         for other in sharing:
-            tokens, pairs = other.before(other.rank(now_s, record), 0.0)
+            tokens, pairs = other.before(other.rank(now_s, record), 0.0)  # 0.0: theirs count as last reported
             tokens_before, pairs_before = tokens_before + tokens, pairs_before + pairs
             all_tokens += other.prompt_tokens
             busy, strictest_s = busy or other.busy, min(strictest_s, other.strictest_s)
         tokens_behind = max(0, all_tokens - int(computed) - tokens_before)
-        ttft_s = pace.seconds(tokens_before + own_tokens, pairs_before + own_pairs, tokens_behind)
+        ttft_s = pace.seconds(tokens_before + own_tokens, pairs_before + own_pairs, tokens_behind)  # fill its last step
         if ttft_s > pace.target_step_s:  # after the current step other prompts may overtake
-            waiting, computing = wanted.slowdown
+            waiting, computing = placing.slowdowns
             own_share = own_tokens / (tokens_before + own_tokens)
             factor = waiting * (1.0 - own_share) + computing * own_share
             ttft_s = pace.target_step_s + (ttft_s - pace.target_step_s) * factor
-        load_s, reload_s = self._adapter_seconds(view, wanted.request.adapter)
+        load_s, reload_s = self._adapter_seconds(view, placing.request.adapter)
         if load_s:  # other requests are computed meanwhile
             ttft_s = max(ttft_s, load_s + pace.seconds(own_tokens, own_pairs))
         if busy:  # half of the step in flight
             ttft_s += 0.5 * min(pace.target_step_s, view.stats.step_s or pace.target_step_s)
         needed, variance, free = work.memory
-        growth = wanted.growth(view.capacity.geometry, cached)
-        price_s = memory_price_s(needed + growth, variance + wanted.variance, free, float(view.capacity.positions))
+        growth = placing.growth(view.capacity.geometry, cached)
+        penalty_s = memory_price_s(needed + growth, variance + placing.variance, free, float(view.capacity.positions))
         if needed + growth > free:
-            waits_for_all = record.best_effort or not options.yielding  # else best-effort work yields its blocks
-            blocked_s = work.blocked_s(rank, growth, wanted.overtaking, best_effort=waits_for_all)
+            as_best_effort = record.best_effort or not options.yielding  # else best-effort work yields its blocks
+            blocked_s = work.blocked_s(rank, growth, placing.overtaking, best_effort=as_best_effort)
             ttft_s = max(ttft_s, blocked_s + pace.seconds(own_tokens, own_pairs))
         delay_s = tokens_behind / pace.rate + reload_s
-        if record.tpot_s:  # for the time of its decode prompts are computed more slowly
-            delay_s += work.lost_pace_share(record.tpot_s * usable_share, pace) * record.tpot_s * wanted.output
+        if record.tpot_s:  # while it decodes, prompts are computed more slowly
+            delay_s += work.lost_pace_share(record.tpot_s * usable_share, pace) * record.tpot_s * placing.output
         full = closed = closes = False
         bound_s = min(strictest_s, record.tpot_s or inf) * usable_share
-        mean_rows, mean_context = wanted.mean_load
-        # `max_step_s` is an upper bound: within the TPOTs all three flags are false.
+        mean_rows, mean_context = placing.mean_load
+        # If even an upper bound of a step is within the TPOTs, all three flags stay false.
         if sharing or work.max_step_s(_MIN_USEFUL_CHUNK, int(mean_rows) + 1) > bound_s:
             rows = work.rows + sum([other.rows for other in sharing])
             context = work.context + sum([other.context for other in sharing])
             with_it = BatchShape.of_decodes(rows + 1, context + record.tokens)
             full = record.tpot_s > 0 and step_seconds(work.times, with_it) > bound_s
-            usual = with_it
+            evened_out = with_it
             if rows < mean_rows:  # as soon as the load is spread evenly, it has that many
-                usual = BatchShape.of_decodes(int(mean_rows) + 1, int(mean_context) + record.tokens)
-            closes = record.tpot_s > 0 and not fits_chunk(work.times, usual, _MIN_USEFUL_CHUNK, bound_s)
+                evened_out = BatchShape.of_decodes(int(mean_rows) + 1, int(mean_context) + record.tokens)
+            closes = record.tpot_s > 0 and not fits_chunk(work.times, evened_out, _MIN_USEFUL_CHUNK, bound_s)
             if strictest_s < inf:
                 present = BatchShape.of_decodes(max(rows, 1), context)
                 closed = not fits_chunk(work.times, present, _MIN_USEFUL_CHUNK, strictest_s * usable_share)
-        return Candidate(view, work, pace, cached, ttft_s, delay_s, price_s, full, closed, closes)
+        return Candidate(view, work, pace, cached, ttft_s, delay_s, penalty_s, full, closed, closes)
 
     def _adapter_seconds(self, view: InstanceView, adapter: str) -> tuple[float, float]:
         """Return the time to load the request's LoRA adapter, and the time to load the one evicted for it again."""
@@ -361,18 +362,19 @@ class LeastTtft(Placement):
         return load_s, 0.0 if view.has_adapter_slot else load_s
 
     def _decode_worker(
-        self, views: Views, candidates: list[Candidate], best: Candidate, wanted: _PlacementRequest
+        self, views: Views, candidates: list[Candidate], best: Candidate, placing: _Placing
     ) -> Candidate | None:
         """Return the worker for the decode row of a split placement: of the closed ones with time and memory for it the
         one with most rows, so that the others open again. None: it should not be split, or the transfer over the
         measured link breaks its TPOT. TPOTs are compared without `HEADROOM`."""
-        request, record = wanted.request, wanted.record
-        # The prompt's worker samples the first token: is it the last one, too?
+        request, record = placing.request, placing.record
+        # The prompt's worker samples the first token. If it is the last one, too, no decode is left.
         if best.closed or record.tokens - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return None
-        # All decode rows on one device fewer, as one is for prompts: do their steps alone exceed the TPOT?
-        spread = len(candidates) / max(1, len(candidates) - 1)
-        rows, context = (int(each * spread) for each in wanted.mean_load)
+        # If one device computes prompts only, the others share all decode rows. A worker whose steps would then exceed
+        # the TPOT is no choice.
+        share_factor = len(candidates) / max(1, len(candidates) - 1)
+        rows, context = (int(each * share_factor) for each in placing.mean_load)
         decodes = BatchShape.of_decodes(rows + 1, context + record.tokens)
         closed: list[tuple[Candidate, float]] = []
         for candidate in candidates:
@@ -390,37 +392,37 @@ class LeastTtft(Placement):
             return transfer_seconds(views, sender, candidate.view.instance, record.tokens, unmeasured_s=unmeasured_s)
 
         fitting = [
-            candidate
-            for candidate, slack_s in closed
-            if candidate.price_s <= _MAX_DECODE_PRICE_S and transfer_fits(transfer_s(candidate), wanted.output, slack_s)
+            c
+            for c, slack_s in closed
+            if c.memory_penalty_s <= _MAX_DECODE_PENALTY_S and transfer_fits(transfer_s(c), placing.output, slack_s)
         ]
         if fitting:
             return max(fitting, key=lambda c: (c.work.rows, c.view.instance))
         if closed and sum(not candidate.closed for candidate in candidates) == 1:
             # Keep the last worker that is open to prompts open, even if this request's TPOT is missed.
-            costs = [transfer_s(candidate) / wanted.output - slack_s for candidate, slack_s in closed]
-            return min(zip(costs, closed, strict=True), key=lambda each: (each[0], each[1][0].view.instance))[1][0]
+            costs = [(transfer_s(c) / placing.output - slack_s, c.view.instance, c) for c, slack_s in closed]
+            return min(costs, key=lambda cost: cost[:2])[2]
         return None
 
-    def _place_whole(self, now_s: float, wanted: _PlacementRequest, best: Candidate, why: str) -> Placed:
+    def _place_whole(self, now_s: float, placing: _Placing, best: Candidate, why: str) -> Placed:
         self._whole_count += 1
-        self._record(now_s, wanted, best, prompt=True, decode=True)
-        wanted.record.predicted_s = best.ttft_s
+        self._record(now_s, placing, best, prompt=True, decode=True)
+        placing.record.predicted_s = best.ttft_s
         return Placed((Segment(0, None, best.view.instance),), f"whole: {why}", best.ttft_s)
 
-    def _place_split(self, now_s: float, wanted: _PlacementRequest, first: Candidate, second: Candidate) -> Placed:
+    def _place_split(self, now_s: float, placing: _Placing, first: Candidate, second: Candidate) -> Placed:
         self._split_count += 1
-        self._record(now_s, wanted, first, prompt=True, decode=False)
-        self._record(now_s, wanted, second, prompt=False, decode=True)
-        end = wanted.record.tokens
+        self._record(now_s, placing, first, prompt=True, decode=False)
+        self._record(now_s, placing, second, prompt=False, decode=True)
+        end = placing.record.tokens
         segments = (Segment(0, end, first.view.instance), Segment(end, None, second.view.instance))
         return Placed(segments, "split: its decode would close a worker to prompts", first.ttft_s)
 
-    def _record(self, now_s: float, wanted: _PlacementRequest, where: Candidate, *, prompt: bool, decode: bool) -> None:
-        record = wanted.record
+    def _record(self, now_s: float, placing: _Placing, where: Candidate, *, prompt: bool, decode: bool) -> None:
+        record = placing.record
         record.sent_to += (where.view.instance,)
-        if wanted.request.adapter:
-            self._shortlist.placed(wanted.request.adapter, where.view.instance)
+        if placing.request.adapter:
+            self._shortlist.placed(placing.request.adapter, where.view.instance)
         if prompt:
             record.cached = where.cached
             self._cached_tokens += where.cached
@@ -429,10 +431,10 @@ class LeastTtft(Placement):
             if record.attempt.number:  # a worker may still report an earlier attempt (try) of this request
                 for work in self._work.values():
                     work.invalidate(record.attempt.request_id)
-        where.work.place(now_s, record, prompt=prompt, decode=decode, output=wanted.output)
+        where.work.place(now_s, record, prompt=prompt, decode=decode, output=placing.output)
         if self._prefixes is not None:
-            positions = record.tokens - where.cached + (wanted.output if decode else 0.0)
-            self._prefixes.placed(wanted.chain, where.view, positions)
+            positions = record.tokens - where.cached + (placing.output if decode else 0.0)
+            self._prefixes.placed(placing.chain, where.view, positions)
 
 
 def _is_measured(view: InstanceView) -> bool:
@@ -442,6 +444,6 @@ def _is_measured(view: InstanceView) -> bool:
 def _sort_key(candidate: Candidate) -> tuple[bool, float, InstanceId]:
     return (
         candidate.full or candidate.closed,  # last: TPOTs or prompts suffer there, however soon its first token comes
-        candidate.ttft_s + candidate.delay_s + candidate.price_s,
+        candidate.ttft_s + candidate.delay_s + candidate.memory_penalty_s,
         candidate.view.instance,
     )

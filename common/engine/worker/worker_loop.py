@@ -9,9 +9,8 @@ The machine (a state machine without I/O, called on the event loop only) makes a
 the engine and for work, never for the network. Shortly before a step ends, it asks for the next plan and queues it, if
 that needs neither a decision nor this step's results. On a GPU the effects of a step's end wait for the next launch.
 
-Attempt: one try to compute a request. Segment: its positions on one worker. Row: a sequence's tokens in a step. A run,
-in names like `SendRuns` and `run_timeout_s`: neighbouring KV blocks, sent as one piece. Lease: blocks that a receiver
-reserved for runs; round: one try to send them.
+Attempt: one try to compute a request. Segment: its positions on one worker. Row: a sequence's tokens in a step. A run
+(`SendRuns`, `run_timeout_s`): neighbouring KV blocks in one piece. Lease: blocks reserved for runs; round: one try.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
     from gateways: submitted and outstanding attempts ──▶ `requests` ── `assign` ──▶ a worker's `live`
     from workers: registrations and reports           ──▶ a worker's `held` and `awaiting`
 
-Attempt: one try to compute a request; a resubmission is the next one. Segment: its positions on one worker. Parked:
-computed, and its KV is kept until the next worker is chosen.
-Claimed: in `requests`, because a gateway submitted or listed it. `live`: sent to a worker and not ended there.
-`held`: reported by a worker. `awaiting`: held, and it waits for its KV or, if parked, for its next worker.
-`unconfirmed`: live and not held: not yet reported, or no longer. Unreported: sent, and never reported yet.
-Unclaimed: held and not claimed. Stray: held by a worker and not live there.
+Attempt: one try to compute a request; a resubmission is the next one. Segment: its positions on one worker. Claimed:
+in `requests`, as a gateway submitted or listed it. Parked: computed, and its KV is kept until the next worker is
+chosen. `live`: sent to a worker and not ended there. `held`: reported by a worker. `awaiting`: held, and waits for its
+KV or, parked, for its next worker. `unconfirmed`: live and not held: not yet reported, or no longer. Unreported: sent,
+and never reported yet. Unclaimed: held and not claimed. Stray: held by a worker and not live there.
 
 Called by `ManagerMachine` alone. Answers which attempts are lost, and which unclaimed. Sends and decides nothing.
 """
@@ -85,9 +84,7 @@ class Worker:
     def drop_reported(self) -> None:
         """Drop the load of requests that a report shows."""
         loads, unconfirmed = self.unreported_loads if self.unconfirmed else {}, self.unconfirmed
-        self.unreported_loads = {
-            request_id: load for request_id, load in loads.items() if self.live[request_id].attempt in unconfirmed
-        }
+        self.unreported_loads = {id_: loads[id_] for id_ in loads if self.live[id_].attempt in unconfirmed}
         self.count_unreported()
 
     def count_unreported(self) -> None:
@@ -208,8 +205,7 @@ class Roster:
         if worker.unreported_loads:
             worker.drop_reported()
         self._touched(report.instance)
-        # Skipped for full reports of claimed attempts only: sets are compared faster than the report's lists.
-        if report.since or self._unclaimed or not worker.held <= self._claimed:
+        if report.since or self._unclaimed or not worker.held <= self._claimed:  # else a full report, all claimed
             self._note_unclaimed(now_s, report.held, report.awaiting)
         return lost_or_stalled
 

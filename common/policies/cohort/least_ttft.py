@@ -48,8 +48,7 @@ from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segm
 _MIN_USEFUL_CHUNK = 64
 """Prompt tokens for which an open worker's steps have time beside its decode rows; with time for fewer it is closed."""
 _MAX_DECODE_PENALTY_S = 1.0
-"""Maximum `Candidate.memory_penalty_s` of the worker that computes a split request's decode. A penalty of 1.0 means that
-1.75 caches of KV are expected there, by an upper estimate."""
+"""Maximum `Candidate.memory_penalty_s` of a split request's decode worker: 1.75 (0.75 + 1.0) caches of expected KV."""
 _UNMEASURED_BYTES_PER_S = 2.0e10
 """Rate between two workers until a transfer was measured: one PCIe 4 link of 16 lanes."""
 _ADAPTER_LOAD_S = 0.2
@@ -371,14 +370,13 @@ class LeastTtft(Placement):
         # The prompt's worker samples the first token. If it is the last one, too, no decode is left.
         if best.closed or record.tokens - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return None
-        # If one device computes prompts only, the others share all decode rows. A worker whose steps would then exceed
-        # the TPOT is no choice.
+        # If prompts had one device alone, the others would share all decode rows: would their steps exceed the TPOT?
         share_factor = len(candidates) / max(1, len(candidates) - 1)
         rows, context = (int(each * share_factor) for each in placing.mean_load)
         decodes = BatchShape.of_decodes(rows + 1, context + record.tokens)
         closed: list[tuple[Candidate, float]] = []
         for candidate in candidates:
-            if step_seconds(candidate.work.times, decodes) > record.tpot_s:
+            if step_seconds(candidate.work.times, decodes) > record.tpot_s:  # they would: it is no choice
                 continue
             if candidate.closed and candidate is not best:
                 work = candidate.work

@@ -65,7 +65,7 @@ class _ResponsesRequest(ApiRequest):
     owner: str
     body: ResponsesBody
     items: list[InputItem]
-    stored: bool | None = None
+    answer_stored: bool | None = None
     storing: asyncio.Task[bool] | None = None
     """Task that keeps the response, started by whoever reaches the end first."""
 
@@ -166,11 +166,11 @@ class ResponsesApi:
         """Return the whole response, stored by then if that is requested."""
         api_request.completed_at = api_request.completed_at or int(self._generator.context.clock.wall_s())
         response = writer.response(finish, answering.usage(), api_request.completed_at, answering.extras([0]))
-        if api_request.stored is None:
+        if api_request.answer_stored is None:
             if api_request.storing is None:
                 api_request.storing = asyncio.create_task(self._store(api_request, response), name="keep a response")
-            api_request.stored = await asyncio.shield(api_request.storing)
-        return response if api_request.stored else msgspec.structs.replace(response, store=False)
+            api_request.answer_stored = await asyncio.shield(api_request.storing)
+        return response if api_request.answer_stored else msgspec.structs.replace(response, store=False)
 
     async def _store(self, api_request: _ResponsesRequest, response: ResponseObject) -> bool:
         if not response.store:

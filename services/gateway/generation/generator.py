@@ -76,8 +76,9 @@ class ApiRequest(ABC):
     call: Call
     completed_at: int = 0
     """Unix time of the end, for APIs whose answers have it."""
-    stored: bool | None = False
-    """Whether the API stored the answer (Responses `store`): None until that is decided, False where no API does."""
+    answer_stored: bool | None = False
+    """True: the API has stored the answer (Responses `store`). False: it has not, and never will. None: the answer has
+    not ended, or the API is still storing it."""
 
     @abstractmethod
     def writer(self, answering: Answering) -> Writer:

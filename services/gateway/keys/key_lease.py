@@ -68,9 +68,9 @@ class Lease:
         else:
             then()
 
-    def free(self, *, counts: bool = True) -> None:
-        """Release a held request. With `counts` False another gateway continues it, and charges for all of it."""
-        if not counts:
+    def free(self, *, charge: bool = True) -> None:
+        """Release a held request. With `charge` False another gateway continues it, and charges for all of it."""
+        if not charge:
             self._used = []
         self._kept_open = False
         then, self._then = self._then, lambda: None

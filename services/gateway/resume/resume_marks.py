@@ -68,6 +68,10 @@ class Place:
         return ",".join([*parts, "u"] if self.usage else parts)
 
 
+Seen = Place | int
+"""What a client has seen of a stream: its place among chunks, or the number of its last named event, -1 = none."""
+
+
 class MarkedWriter:
     """Chunks with an `id:`."""
 
@@ -205,9 +209,8 @@ class AfterPlace(Outlet):
             self._target.stop(index)
 
 
-def parse_last_event_id(kind: StreamKind, choices: int, text: str = "") -> Place | int:
-    """Return what a client has seen ("" = nothing): its place, or the number of its last event, -1 = none. Raises a 400
-    `RequestError`."""
+def parse_last_event_id(kind: StreamKind, choices: int, text: str) -> Seen:
+    """Return what a client has seen; "" = nothing. Raises a 400 `RequestError`."""
     if kind == "chunks":
         return Place.parse(text, choices)
     if not text:
@@ -218,24 +221,24 @@ def parse_last_event_id(kind: StreamKind, choices: int, text: str = "") -> Place
 
 
 def resuming_writer(
-    answering: Answering, writer: Writer, deltas: Mapping[int, Delta], place: Place | int, *, may_lag: bool = False
+    answering: Answering, writer: Writer, deltas: Mapping[int, Delta], seen: Seen, *, may_be_ahead: bool = False
 ) -> Writer:
-    """Put `deltas` into a new answering; return the writer that adds ids to its events and skips those up to `place`.
-    Raises a 400 `RequestError` for a place beyond the deltas, unless they `may_lag` behind the client."""
+    """Put `deltas` into a new answering; return the writer that adds ids to its events and skips those `seen`.
+    Raises a 400 `RequestError` for more than the deltas have, unless the client `may_be_ahead` of them."""
     requests = [entry.request for entry in answering.generation.entries]
     max_tokens = [
-        request.sampling.max_tokens if may_lag else len(deltas[index].tokens if index in deltas else ())
+        request.sampling.max_tokens if may_be_ahead else len(deltas[index].tokens if index in deltas else ())
         for index, request in enumerate(requests)
     ]
-    if isinstance(place, int):
+    if isinstance(seen, int):
         answering.token_by_token = True
-        writer = NumberedWriter(writer, answering, place, max_tokens[0])
-    elif any(tokens > limit for tokens, limit in zip(place.tokens, max_tokens, strict=True)):
+        writer = NumberedWriter(writer, answering, seen, max_tokens[0])
+    elif any(tokens > limit for tokens, limit in zip(seen.tokens, max_tokens, strict=True)):
         raise _wrong_event_id()
     else:
-        if any(place.tokens) or place.ended:
-            answering.outlet = AfterPlace(answering, place)
-        writer = MarkedWriter(writer, answering, place)
+        if any(seen.tokens) or seen.ended:
+            answering.outlet = AfterPlace(answering, seen)
+        writer = MarkedWriter(writer, answering, seen)
     for delta in deltas.values():
         answering.outlet.put(delta)
     return writer

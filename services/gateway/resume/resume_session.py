@@ -62,7 +62,7 @@ class ResumeLog:
             unwritten = self._unwritten[choice] = Delta(choice)
         return unwritten
 
-    def start(self, on_unwritten: Callable[[], None]) -> None:
+    def call_when_unwritten(self, on_unwritten: Callable[[], None]) -> None:
         """Set the callback for deltas to write, and call it if there are some."""
         self._on_unwritten = on_unwritten
         if self._unwritten:
@@ -100,12 +100,13 @@ class Session:
     endpoint: Endpoint
     api_request: ApiRequest
     charged_tokens: int | None = None
-    """Completion tokens, and with them the prompt, that an earlier gateway charged."""
-    may_lag: bool = False
-    """Whether an earlier gateway's client may have seen more than that gateway could write."""
+    """Completion tokens that an earlier gateway charged together with the prompt; None: none has charged anything."""
+    client_may_be_ahead: bool = False
+    """Whether the client may have seen more than an earlier gateway could write to the database."""
     rendered_tokens: int = 0
-    """Completion tokens of earlier readers, which may have been further."""
-    stored: bool = False
+    """Completion tokens that earlier readers rendered, at most; a new reader starts again from 0."""
+    journaled: bool = False
+    """Whether the database has the stream, so that another gateway can resume it."""
     token_announced: bool = False
     """Whether the client knows the token."""
     over: bool = False

@@ -3,12 +3,14 @@
     POST, x-cohort-resume: keep ─▶ session ─▶ events with ids, x-cohort-resume: TOKEN
                                      │ connection lost: generation continues and is journaled, for up to `resume_s`
     GET /v1/streams/TOKEN ───────────┴─▶ the same session; if this gateway has none, a new one: the stored request is
-                                         resubmitted with its output so far as prompt, and generation continues
+                                         resubmitted with its output so far appended to the prompt
 
 Called by `generator.py` for requests with that header, and by aiohttp. One reader (a client's connection) reads a
-stream; a later one takes it over. Output is written to the journal (`resume_journal.py`) before it is sent, so another
-gateway continues exactly after it. Output that the disk refused is generated again, and what the client has seen of it
-is not sent twice. The gateway on which a stream ends charges the client's API key for it, once.
+stream; a later one takes it over. Output goes from memory (`ResumeLog`) through a writer task (`Journal`) into a
+database (`ResumeStore`) before the reader gets it, so another gateway continues exactly after it. If the disk refuses
+output, the reader gets it all the same; another gateway generates it again, with the same seed, and skips what the
+client has seen. The gateway on which the stream ends, or which stops and releases it, charges the client's API key for
+what no earlier gateway has charged.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.keys.key_lease import Lease
 from cohort.services.gateway.keys.middleware import OWNER
 from cohort.services.gateway.resume.resume_journal import DISK_ERRORS, Journal
-from cohort.services.gateway.resume.resume_marks import Place, parse_last_event_id, resuming_writer
+from cohort.services.gateway.resume.resume_marks import Seen, parse_last_event_id, resuming_writer
 from cohort.services.gateway.resume.resume_session import (
     Outcome,
     ResumeLog,
@@ -81,7 +83,7 @@ class Resumption:
         self._holder_id = uuid.uuid4().hex  # of this gateway process, in the store
         self._journal = Journal(database, self._holder_id, self._on_lost, log)
         self._sessions: dict[str, Session] = {}
-        self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # resumes run one by one
+        self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by stream, one at a time
         self._finalizing: dict[str, asyncio.Task[None]] = {}
         """Tasks that store the outcomes of ended sessions, by the digest of the stream's token."""
         self._swept_s = float("-inf")
@@ -114,19 +116,20 @@ class Resumption:
         )
         self._hold_lease(session)
         try:
-            nothing_seen = parse_last_event_id(endpoint.kind, len(requests))
+            nothing_seen = parse_last_event_id(endpoint.kind, len(requests), "")
             writer = resuming_writer(answering, api_request.writer(answering), {}, nothing_seen)
             resume_log.reader = answering.outlet
-            session.stored = await self._store(session, body.data, request.headers)
+            session.journaled = await self._store(session, body.data, request.headers)
         except BaseException:
-            session.stored = True  # the insert may still commit: `_finalize` deletes it then
+            session.journaled = True  # perhaps: a cancelled insert may still commit, and `_finalize` deletes it then
             self._end(session, "discarded")
             raise
         self._sessions[session.digest] = session
-        resume_log.start(lambda: self._schedule_write(session))
+        resume_log.call_when_unwritten(lambda: self._schedule_write(session))
         return session, writer
 
     def _hold_lease(self, session: Session) -> None:
+        """Keep the lease open after this HTTP request, and charge it for the session, not for one reader's answer."""
         if session.lease is not None:
             session.lease.keep_open()
             session.lease.replace_usage_source(session.used)
@@ -135,15 +138,15 @@ class Resumption:
         """Store a new stream. Return False if there is no space or the disk refuses: then it cannot be resumed."""
         answering, max_bytes = session.answering, bounds.BOUNDS.streams_bytes
         record = StreamRecord(
-            answering.call.chat,
-            body,
-            {name: headers[name] for name in _STORED_HEADERS if name in headers},
-            session.requests,
-            answering.base_id,
-            answering.created_s,
-            self._model,
-            session.endpoint.kind,
-            session.api_request.parse_context(),
+            chat=answering.call.chat,
+            body=body,
+            headers={name: headers[name] for name in _STORED_HEADERS if name in headers},
+            requests=session.requests,
+            base_id=answering.base_id,
+            created_s=answering.created_s,
+            model=self._model,
+            kind=session.endpoint.kind,
+            beside=session.api_request.parse_context(),
         )
         try:
             await self._sweep()
@@ -164,7 +167,7 @@ class Resumption:
             return False
 
     def _schedule_write(self, session: Session) -> None:
-        if session.stored:
+        if session.journaled:
             self._journal.schedule(session.digest, session.resume_log)
         else:  # nothing will be written
             session.resume_log.publish(session.resume_log.take_unwritten())
@@ -173,7 +176,7 @@ class Resumption:
         self, request: web.Request, session: Session, answering: Answering, writer: Writer
     ) -> web.StreamResponse:
         endpoint = session.endpoint
-        events = self._stream_to(endpoint, request, session.token if session.stored else "")
+        events = self._stream_to(endpoint, request, session.token if session.journaled else "")
         try:
             sending = answering.outlet.run(answering, writer, events, endpoint.keepalive_s)
             return await events.run(sending, writer.failed)
@@ -188,22 +191,23 @@ class Resumption:
         """Decide what becomes of a session whose reader, a connection or `_drain`, has ended."""
         if session.over or session.answering is not answering:
             return
-        # An answer is complete when its API has stored it, too, or does not store it.
-        if len(answering.ended) == len(answering.choices) and session.api_request.stored is not None:
+        # A response that is to be stored (Responses `store`) is complete only once its API has tried to store it.
+        if len(answering.ended) == len(answering.choices) and session.api_request.answer_stored is not None:
             self._end(session, "finished")
         elif session.resume_log.error is not None:
-            # After a 503 another gateway may finish the stream; any other error is stored as its end.
+            # 503: no worker, or a shutdown; another gateway may finish the stream. Other errors are stored as its end.
             outcome: Outcome = "released" if session.resume_log.error.status == 503 else "finished"
             self._end(session, outcome if session.token_announced else "discarded")
-        elif not (session.stored and session.token_announced):
+        elif not (session.journaled and session.token_announced):
             self._end(session, "discarded")
         else:
             self._start_drain(session)
 
     def _start_drain(self, session: Session) -> None:
-        """Continue a stream whose client disconnected for `resume_s`, with a task that discards the output."""
-        endpoint, choices = session.endpoint, len(session.requests)
-        answering, writer = self._attach_reader(session, parse_last_event_id(endpoint.kind, choices))
+        """Continue a stream without a client for up to `resume_s`. A task reads in the client's place: it renders the
+        answer from its start, which finds stop strings and stores the response, and discards the events."""
+        nothing_seen = parse_last_event_id(session.endpoint.kind, len(session.requests), "")
+        answering, writer = self._attach_reader(session, nothing_seen)
         session.drain_task = asyncio.create_task(self._drain(session, answering, writer), name="drain a stream")
         session.expiry = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "discarded")
 
@@ -219,14 +223,15 @@ class Resumption:
             if session.drain_task is asyncio.current_task():
                 self._on_reader_ended(session, answering)
 
-    def _attach_reader(self, session: Session, place: Place | int) -> tuple[Answering, Writer]:
+    def _attach_reader(self, session: Session, seen: Seen) -> tuple[Answering, Writer]:
         """Attach a new reader; the previous one ends with a 409. A 400 `RequestError` leaves the session unchanged."""
         old, resume_log = session.answering, session.resume_log
         answering = self._generator.new_answer(
             old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
         )
         writer = session.api_request.writer(answering)
-        writer = resuming_writer(answering, writer, resume_log.deltas, place, may_lag=session.may_lag)
+        writer = resuming_writer(answering, writer, resume_log.deltas, seen, may_be_ahead=session.client_may_be_ahead)
+        # The new reader renders from the start again; the API key is charged for the most that any reader has rendered.
         session.rendered_tokens = max(session.rendered_tokens, sum(choice.tokens for choice in old.choices))
         if session.expiry is not None:
             session.expiry.cancel()
@@ -255,7 +260,7 @@ class Resumption:
     async def _finalize(self, session: Session, outcome: Outcome) -> None:
         still_holder = outcome != "taken_over"
         try:
-            if session.stored and still_holder:
+            if session.journaled and still_holder:
                 await self._journal.flush(session.digest)
                 still_holder = await self._store_outcome(session, outcome)
         except DISK_ERRORS as failure:
@@ -263,7 +268,7 @@ class Resumption:
         finally:
             self._finalizing.pop(session.digest, None)
             if session.lease is not None:
-                session.lease.free(counts=still_holder)
+                session.lease.free(charge=still_holder)
 
     async def _store_outcome(self, session: Session, outcome: Outcome) -> bool:
         """Store how a session ended. Return False if another gateway has the stream."""
@@ -272,7 +277,7 @@ class Resumption:
         match outcome:
             case "finished":
                 cached = [entry.cached_tokens for entry in session.answering.generation.entries]
-                ending = Ending(cached, completed_at=api_request.completed_at, kept=bool(api_request.stored))
+                ending = Ending(cached, completed_at=api_request.completed_at, kept=bool(api_request.answer_stored))
                 if (error := session.resume_log.error) is not None:
                     ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, expires_s))
@@ -321,34 +326,31 @@ class Resumption:
         async with self._resume_locks.setdefault(digest, asyncio.Lock()):
             if (finalizing := self._finalizing.get(digest)) is not None:
                 await asyncio.wait([finalizing])
-            claim: Claim | None = None
             session = self._sessions.get(digest)
             if session is not None:
                 if session.owner != owner:
                     raise unknown_error()
-                place = parse_last_event_id(session.endpoint.kind, len(session.requests), last_event_id)
+                seen = parse_last_event_id(session.endpoint.kind, len(session.requests), last_event_id)
+                answering, writer = self._attach_reader(session, seen)
             else:
                 claim = await self._claim(digest, owner)
                 endpoint, api_request = await self._reparse(claim, owner)
-                place = parse_last_event_id(endpoint.kind, len(claim.record.requests), last_event_id)
-                if claim.ending is None:
-                    session = self._continue(endpoint, api_request, claim, token, owner)
+                seen = parse_last_event_id(endpoint.kind, len(claim.record.requests), last_event_id)
+                if claim.ending is not None:
+                    answering, writer = self._replay_finished(api_request, claim, claim.ending, seen)
                 else:
-                    answering, writer = self._replay_finished(api_request, claim, claim.ending, place)
-            if session is not None:
-                try:
-                    answering, writer = self._attach_reader(session, place)
-                except RequestError:
-                    if claim is not None:
-                        self._start_drain(session)
-                    raise
+                    session = self._continue(endpoint, api_request, claim, token, owner)
+                    try:
+                        answering, writer = self._attach_reader(session, seen)
+                    except RequestError:
+                        self._start_drain(session)  # without it the claimed stream would have no reader
+                        raise
         if session is not None:
             return await self._read(request, session, answering, writer)
-        events = self._stream_to(endpoint, request, token)
+        events = self._stream_to(endpoint, request, token)  # the stream has ended: there is no session
         try:
-            return await events.run(
-                answering.outlet.run(answering, writer, events, endpoint.keepalive_s), writer.failed
-            )
+            sending = answering.outlet.run(answering, writer, events, endpoint.keepalive_s)
+            return await events.run(sending, writer.failed)
         finally:
             answering.reserved.release()
 
@@ -356,9 +358,9 @@ class Resumption:
         """Parse a stored request again. Raises `RequestError`."""
         record, ending = claim.record, claim.ending
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
-        api_request = await endpoint.read(record.body, record.headers, owner, record.beside)
+        api_request = await endpoint.read(record.body, record.headers, owner, parse_context=record.beside)
         if ending is not None:
-            api_request.completed_at, api_request.stored = ending.completed_at, ending.kept
+            api_request.completed_at, api_request.answer_stored = ending.completed_at, ending.kept
         self._generator.budget.check(api_request.call)
         return endpoint, api_request
 
@@ -369,15 +371,15 @@ class Resumption:
         if session is not None and session.owner == owner:
             fail_reader(session.answering, cancelled_error())
             self._end(session, "discarded")
-        elif not self._config.resume_s or not await self._run_or_503(lambda store: store.cancel(digest, owner, now_s)):
-            raise unknown_error()
+        else:
+            cancelled = await self._run_or_refuse(lambda store: store.cancel(digest, owner, now_s))
+            if not cancelled:
+                raise unknown_error()
         return web.Response(status=204)
 
     async def _claim(self, digest: str, owner: str) -> Claim:
-        if not self._config.resume_s:
-            raise unknown_error()
         expires_s, now_s = self._expires_s(), self._clock.wall_s()
-        claim = await self._run_or_503(
+        claim = await self._run_or_refuse(
             lambda store: store.claim(digest, owner, self._holder_id, now_s=now_s, expires_s=expires_s)
         )
         if claim == "gone":
@@ -390,7 +392,9 @@ class Resumption:
             raise unknown_error()
         return claim
 
-    async def _run_or_503(self, work: Callable[[ResumeStore], T]) -> T:
+    async def _run_or_refuse(self, work: Callable[[ResumeStore], T]) -> T:
+        if not self._config.resume_s:
+            raise unknown_error()
         try:
             return await self._journal.run(work)
         except DISK_ERRORS as error:
@@ -403,13 +407,11 @@ class Resumption:
             ) from error
 
     def _replay_finished(
-        self, api_request: ApiRequest, claim: Claim, ending: Ending, place: Place | int
+        self, api_request: ApiRequest, claim: Claim, ending: Ending, seen: Seen
     ) -> tuple[Answering, Writer]:
         """Return the answer of a stream that has ended, from its stored output."""
         record, call, now_s = claim.record, api_request.call, self._clock.now_s()
-        entries = [
-            ended_entry(now_s, request, claim.stored_deltas.get(index)) for index, request in enumerate(record.requests)
-        ]
+        entries = [ended_entry(now_s, each, claim.stored_deltas.get(i)) for i, each in enumerate(record.requests)]
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
             entry.cached_tokens = cached
         generation = Generation(GatewayTimes(arrived_s=now_s), entries)
@@ -418,7 +420,7 @@ class Resumption:
             answering = self._generator.new_answer(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
-            writer = resuming_writer(answering, api_request.writer(answering), claim.stored_deltas, place)
+            writer = resuming_writer(answering, api_request.writer(answering), claim.stored_deltas, seen)
         except BaseException:
             reserved.release()
             raise
@@ -427,13 +429,13 @@ class Resumption:
         return answering, writer
 
     def _continue(self, endpoint: Endpoint, api_request: ApiRequest, claim: Claim, token: str, owner: str) -> Session:
-        """Resubmit the unfinished choices, their output in the prompt. Raises as a new request does: clients retry."""
+        """Resubmit unfinished choices with their output in the prompt. Raises as a new request does; a retry is safe."""
         lease = self._lease_of(owner, api_request.call.traffic_class)
         try:
             return self._resubmit(endpoint, api_request, claim, token, owner, lease)
         except BaseException:
             if lease is not None:
-                lease.free(counts=False)
+                lease.free(charge=False)
             raise
 
     def _resubmit(
@@ -459,20 +461,21 @@ class Resumption:
                 owner=self._owners.queue_owner(owner),
                 max_tokens_named=call.max_tokens is not None,
             )
-            admitted = self._streams.offer(offer, times, resume_log) if resubmitted else Generation(times)
+            # Nothing is resubmitted if all choices had finished and only the stream's end was not stored.
+            resubmission = self._streams.offer(offer, times, resume_log) if resubmitted else Generation(times)
         except BaseException:
             reserved.release()
             raise
-        running = dict(zip(unfinished, admitted.entries, strict=True))
+        running = dict(zip(unfinished, resubmission.entries, strict=True))
         entries = [running.get(i) or ended_entry(now_s, request, deltas.get(i)) for i, request in enumerate(requests)]
         generation = Generation(times, entries)
         answering = self._generator.new_answer(call, requests, generation, record.base_id, record.created_s, reserved)
         output_tokens = sum(len(delta.tokens) for delta in deltas.values())
         session = Session(token, digest_of(token), owner, resume_log, answering, requests, lease, endpoint, api_request)
-        session.charged_tokens = output_tokens if claim.charged else None
-        session.stored = session.token_announced = session.may_lag = True
+        session.charged_tokens = output_tokens if claim.charged else None  # None: not even the prompt is charged yet
+        session.journaled = session.token_announced = session.client_may_be_ahead = True  # if its disk failed
         self._hold_lease(session)
         self._sessions[session.digest] = session
         self._log.info("resumed a stream of another gateway", base_id=record.base_id, output_tokens=output_tokens)
-        resume_log.start(lambda: self._schedule_write(session))
+        resume_log.call_when_unwritten(lambda: self._schedule_write(session))
         return session

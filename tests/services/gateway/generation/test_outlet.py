@@ -228,7 +228,7 @@ async def test_however_tokens_come_their_client_reads_the_same(
             )
             writer, sink = asked.writer(answering), Reads(random)
             if marked:
-                writer = resuming_writer(answering, writer, {}, parse_last_event_id(endpoint.kind, len(requests)))
+                writer = resuming_writer(answering, writer, {}, parse_last_event_id(endpoint.kind, len(requests), ""))
             running = asyncio.create_task(answering.outlet.run(answering, writer, sink))
             while left:
                 index = random.choice(list(left))

@@ -3,8 +3,8 @@
     read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ outlet ─▶ events, or one whole answer
 
 To offer is to submit to admission, which may refuse; an outlet is the queue of an answer's tokens. Each API parses its
-body into a `Call` and formats the answer; everything between is here. Every exit path aborts unfinished requests, so a
-client's disconnect frees its KV blocks on all workers.
+body into a `Call` and formats the answer; everything between is here. A client's disconnect aborts its unfinished
+requests, which frees their KV blocks on all workers; those of a resumable stream go on for `resume_s`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cohort.services.gateway.generation.answering import Answering, Outlet, Writ
 from cohort.services.gateway.generation.choice import Choice, StopAutomaton
 from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation, StreamKind, TokenSink
 from cohort.services.gateway.generation.openai_shapes import ChatShape, CompletionShape, Shape
-from cohort.services.gateway.generation.preparation import Price, RequestBudget, Reservation, output_limits, prepare
+from cohort.services.gateway.generation.preparation import RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.tool_calls import ToolParser, stable_id
@@ -49,7 +49,7 @@ from cohort.services.gateway.requests.parsing import Call, RequestParser
 from cohort.services.gateway.text.grammar_process import GrammarCompiler
 from cohort.services.gateway.text.tokenizer import TokenText, latest_turns
 
-# Request ids of clients that may become part of ours (they travel through logs and file names).
+# A client's request id becomes a part of ours only if it matches: ours travel through logs and file names.
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -95,7 +95,7 @@ class ApiRequest(ABC):
 
 class Endpoint(Protocol):
     kind: StreamKind
-    """Format of its streams, by which resumed ones count their events."""
+    """Format of its streams' events, and so of the `Last-Event-ID` with which a client resumes one."""
     chat: bool
     keepalive_s: float | None
     """Idle time after which a stream sends a keep-alive event; None = never."""
@@ -137,7 +137,7 @@ class Generator:
         """Answer an HTTP request. Raises `RequestError` only while nothing was sent."""
         if self.resumable is not None and RESUME_HEADER in request.headers:
             return await self.resumable.serve(endpoint, request)
-        api_request, answering = await self._accepted(endpoint, request)
+        api_request, answering = await self._accept(endpoint, request)
         try:
             if answering.call.stream:
                 events = self.stream_to(endpoint, request)
@@ -148,7 +148,7 @@ class Generator:
         finally:
             self.release(answering)
 
-    async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[ApiRequest, Answering]:
+    async def _accept(self, endpoint: Endpoint, request: web.Request) -> tuple[ApiRequest, Answering]:
         async with self.arriving(request) as body:
             api_request = await endpoint.read(body.data, request.headers, body.caller.owner)
             answering = await self.begin(api_request.call, len(body.data), body.caller)
@@ -170,9 +170,10 @@ class Generator:
         """Read the body, which is in flight within this context. A `RequestError` in there counts as a rejection."""
         arrived_s, owner, http_id = self.context.clock.now_s(), request[OWNER], request[HTTP_ID]
         try:
+            # Admission may refuse before the body is read. The body may name a class: the default one stands in.
             self.streams.check(request.content_length or 0, self.config.default_class, self.owners.queue_owner(owner))
             async with self.bodies.reading(request) as data:
-                sent_by_client = request.headers.get(REQUEST_ID_HEADER) == http_id
+                sent_by_client = request.headers.get(REQUEST_ID_HEADER) == http_id  # else the middleware made it
                 client_id = http_id if sent_by_client and _PLAIN_ID.fullmatch(http_id) else ""
                 caller = Caller(owner, client_id, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
                 yield Body(data, caller)
@@ -182,7 +183,7 @@ class Generator:
 
     async def count(self, call: Call) -> int:
         """Count the tokens of a chat's prompt. Raises `RequestError` for more than `max_request_work` tokens."""
-        [tokens] = await self._tokenize(call, self.config.max_request_work)  # a token is a unit of work
+        [tokens] = await self._tokenize(call, self.config.max_request_work)  # it counts units; a token is one
         return len(tokens)
 
     def release(self, answering: Answering, reason: str = "the client went away") -> None:
@@ -195,7 +196,7 @@ class Generator:
         given, in place of the answer's outlet. Raises `RequestError`."""
         self.budget.check(call)
         clock, card = self.context.clock, self.served.card
-        max_tokens_named, sampling = call.max_tokens is not None, call.sampling
+        client_set_max_tokens, sampling = call.max_tokens is not None, call.sampling
         if call.grammar_spec is not None:
             sampling = msgspec.structs.replace(sampling, grammar=await self._grammars.compile(call.grammar_spec))
         priority = self.owners.priority(call.priority) + caller.priority_penalty
@@ -207,8 +208,9 @@ class Generator:
         prompts = await self._tokenize(call, self.served.max_model_len())
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
-        max_tokens_of = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
-        price = self._reserve_key(call, lengths, max_tokens_of, caller.lease)
+        token_limits = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
+        price = self.budget.price(call, lengths, token_limits)
+        self._reserve_for_key(call, lengths, token_limits, caller.lease)
         base_id = uuid.uuid4().hex[:20]
         if caller.client_id:
             base_id = f"{caller.client_id}-{base_id[:8]}"  # unique though a client may repeat its ids
@@ -221,11 +223,11 @@ class Generator:
             arrival_s=created_s,
             seed=secrets.randbits(63) if call.seed is None else call.seed,
             card=card,
-            max_tokens_of=max_tokens_of,
+            token_limits=token_limits,
         )
-        requests = self.owners.with_owner(requests, caller.owner, max_tokens_named=max_tokens_named)
+        requests = self.owners.with_owner(requests, caller.owner, max_tokens_named=client_set_max_tokens)
         if times.trace is not None:
-            requests = times.trace.prepared(requests, times.arrived_s, began_s, times.tokenize_s)
+            requests = times.trace.add_to(requests, times.arrived_s, began_s, times.tokenize_s)
         outlet, reserved = Outlet(), self.budget.reserve(price)
         try:
             generation = self.streams.offer(
@@ -237,7 +239,7 @@ class Generator:
                     text_bytes=body_bytes,
                     stop_strings=len(call.stop_strings),
                     owner=self.owners.queue_owner(caller.owner),
-                    max_tokens_named=max_tokens_named,
+                    max_tokens_named=client_set_max_tokens,
                 ),
                 times,
                 sink or outlet,
@@ -246,7 +248,7 @@ class Generator:
             reserved.release()
             raise
         if times.trace is not None:
-            times.trace.admitted(generation.entries)
+            times.trace.record_admission(generation.entries)
         answering = self.new_answer(call, requests, generation, base_id, created_s, reserved)
         answering.outlet = outlet
         if caller.lease is not None:
@@ -258,18 +260,18 @@ class Generator:
         """Reserve the gateway's budget and the key's tokens for prepared requests. Raises a 4xx `RequestError`."""
         one_per_prompt = requests[:: call.n]
         lengths = [request.prompt_tokens for request in one_per_prompt]
-        max_tokens_of = [request.sampling.max_tokens for request in one_per_prompt]
-        return self.budget.reserve(self._reserve_key(call, lengths, max_tokens_of, lease))
+        token_limits = [request.sampling.max_tokens for request in one_per_prompt]
+        price = self.budget.price(call, lengths, token_limits)
+        self._reserve_for_key(call, lengths, token_limits, lease)
+        return self.budget.reserve(price)
 
-    def _reserve_key(self, call: Call, lengths: Sequence[int], max_tokens: Sequence[int], lease: Lease | None) -> Price:
-        """Reserve tokens of the API key's rate limit. Return the price, which is not in the budget yet."""
-        price = self.budget.price(call, lengths, max_tokens)
+    def _reserve_for_key(self, call: Call, lengths: Sequence[int], limits: Sequence[int], lease: Lease | None) -> None:
+        """Reserve tokens of the API key's rate limit. Whoever ends the lease gives them back, also after a refusal."""
         if lease is not None:
-            max_tokens_named = call.max_tokens is not None
-            predicted = max(max_tokens) if max_tokens_named else self.config.default_prediction_tokens
-            expected = call.n * sum(min(predicted, each) for each in max_tokens)
-            lease.reserve(call.traffic_class, sum(lengths), expected)
-        return price
+            expected = limits
+            if call.max_tokens is None:
+                expected = [min(self.config.default_prediction_tokens, each) for each in limits]
+            lease.reserve(call.traffic_class, sum(lengths), call.n * sum(expected))
 
     def new_answer(
         self,
@@ -280,7 +282,7 @@ class Generator:
         created_s: float,
         reserved: Reservation,
     ) -> Answering:
-        """Return the answer to a generation, none of whose output is text yet; `requests` come from `prepare`."""
+        """Return an `Answering` that renders a generation's output from its start. `requests` come from `prepare`."""
         # A prompt is decoded once: its choices share the string.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)
@@ -299,7 +301,7 @@ class Generator:
             stop=partial(self.streams.stop, generation),
             model=call.adapter or self.served.card.name,
             reserved=reserved,
-            token_by_token=call.tools is not None and not call.tools.parallel,
+            token_by_token=call.tools is not None and not call.tools.parallel,  # it ends right after its first call
             tool_parsers=_tool_parsers(call, len(requests), base_id, created_s),
         )
 

@@ -49,11 +49,11 @@ def prepare(
     seed: int,
     arrival_s: float,
     card: ModelCard,
-    max_tokens_of: Sequence[int],
+    token_limits: Sequence[int],
 ) -> list[Request]:
     """Build the requests in the order of their choices: all of the first prompt, all of the second, …
 
-    `seed`: the client's, or a random one. `max_tokens_of`: from `output_limits`, one for each prompt.
+    `seed`: the client's, or a random one. `token_limits`: by prompt, from `output_limits`.
     """
     stop_ids = set(call.stop_token_ids)
     if not call.ignore_eos:
@@ -62,7 +62,7 @@ def prepare(
     sampling = msgspec.structs.replace(call.sampling, stop_token_ids=tuple(sorted(stop_ids)))
     total = len(prompts) * call.n
     requests: list[Request] = []
-    for prompt, max_tokens in zip(prompts, max_tokens_of, strict=True):
+    for prompt, max_tokens in zip(prompts, token_limits, strict=True):
         for choice in range(call.n):
             # Its first choice scores a prompt, for all of them: while it is computed, which ends with a token, wanted
             # or not.

@@ -44,8 +44,8 @@ class RequestTrace:
         self._offered_s = 0.0
         self.span = span
 
-    def prepared(self, requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float) -> list[Request]:
-        """Return the requests with their place in the trace."""
+    def add_to(self, requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float) -> list[Request]:
+        """Record how the requests were made, and return them with their place in the trace."""
         place = self.span.place
         tokenised_s = parsed_s + tokenize_s
         self._tracing.span("parse", arrived_s, parsed_s, place)
@@ -58,7 +58,7 @@ class RequestTrace:
         self._offered_s = self._clock.now_s()
         return [msgspec.structs.replace(item, traceparent=str(place)) for item in requests]
 
-    def admitted(self, entries: Sequence[Entry]) -> None:
+    def record_admission(self, entries: Sequence[Entry]) -> None:
         self._tracing.span("admission", self._offered_s, self._clock.now_s(), self.span.place, requests=len(entries))
 
     def ended(

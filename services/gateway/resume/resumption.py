@@ -429,7 +429,7 @@ class Resumption:
         return answering, writer
 
     def _continue(self, endpoint: Endpoint, api_request: ApiRequest, claim: Claim, token: str, owner: str) -> Session:
-        """Resubmit unfinished choices with their output in the prompt. Raises as a new request does; a retry is safe."""
+        """Resubmit unfinished choices with their output in the prompt. Raises as a new request does; clients retry."""
         lease = self._lease_of(owner, api_request.call.traffic_class)
         try:
             return self._resubmit(endpoint, api_request, claim, token, owner, lease)

@@ -218,7 +218,7 @@ async def test_however_tokens_come_their_client_reads_the_same(
         for seed in range(40):
             random = Random(seed)
             requests = prepare(
-                asked.call, [[5]], base_id="r", gateway="g", seed=1, arrival_s=0.0, card=card, max_tokens_of=[99]
+                asked.call, [[5]], base_id="r", gateway="g", seed=1, arrival_s=0.0, card=card, token_limits=[99]
             )
             left = {index: random.choices(range(100, 400), k=random.randint(1, 30)) for index in range(len(requests))}
             whole = {index: generator.served.tokenizer.decode(left[index], skip_special=True) for index in left}

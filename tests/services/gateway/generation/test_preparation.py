@@ -38,7 +38,7 @@ def prepared(
 ) -> list[Request]:
     call = replace(CALL, **changes)
     limits = output_limits(call, [len(prompt) for prompt in prompts], config or GatewayConfig(), context)
-    return prepare(call, prompts, base_id="id", gateway="gw", seed=77, arrival_s=5.0, card=CARD, max_tokens_of=limits)
+    return prepare(call, prompts, base_id="id", gateway="gw", seed=77, arrival_s=5.0, card=CARD, token_limits=limits)
 
 
 def test_one_request_is_complete() -> None:

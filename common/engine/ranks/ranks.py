@@ -1,18 +1,19 @@
 """One rank's communicator in a tensor-parallel group: what the ranks exchange while they compute a step.
 
-    embedding     every rank looks up ids in its vocabulary shard ──all-gather──▶ each takes the rows of all its tokens
+    embedding     every rank looks up ids in its shard ──all-gather or all-reduce──▶ every rank has every token's row
     o, down       every rank's partial product ──all-reduce──▶ added to the residual; experts likewise
     lm_head       every rank's shard of the logits ──gather──▶ rank 0, which samples
     tokens        rank 0's sampled tokens ──broadcast──▶ all ranks, if the next step is launched ahead of the host
 
 On a GPU the sums and the lookup are NCCL's all-reduce in the model's dtype; its collectives are kernels, so a recorded
-step (a CUDA graph) contains them. On a CPU (gloo) an all-reduce is an all-gather whose parts every rank adds in the
-order of ranks: results are batch-invariant, and all ranks hold the same residual to the last bit. Gloo's own ring
-all-reduce adds each chunk of the buffer in another order of ranks, so a row's bits would depend on its place in the
-batch; on a GPU the matrix products make them depend on the batch anyway. Partial products on a CPU are float32, rounded
-once after the sum; the experts' are in the model's dtype. Gloo runs on the host: no step is recorded with it.
+step (a CUDA graph) contains them. On a CPU (gloo) the lookup is an all-gather, and so is a sum, whose parts every rank
+adds in the order of ranks: results are batch-invariant, and all ranks hold the same residual to the last bit. Gloo's
+own ring all-reduce adds each chunk of the buffer in another order of ranks, so a row's bits would depend on its place
+in the batch; on a GPU they depend on the batch already, because of the matrix products. Partial products on a CPU are
+float32, rounded once after the sum; the experts' are in the model's dtype. No step is recorded with gloo: it runs on
+the host.
 
-Used by the lean models (`lean_llama.py` …) on every rank: all make the same calls in the same order, with equal rows.
+Used by the engine's own models (`lean_llama.py` …) on every rank: the same calls in the same order, with equally many rows.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """A rank's place among `degree` ranks (the tensor-parallel size), and how it connects; made before the model is.
-    `store`: path of a fresh file that all ranks share, or the rendezvous store of ranks on several hosts. `interface`:
-    network interface of the collectives; "" = loopback. `barrier` blocks until every rank is about to connect.
-    `on_failure` gets the reason why this rank has not done what the others did, which ends the group."""
+    """A rank's place among `degree` ranks (the tensor-parallel size), and how it connects. `store`: path of a fresh
+    file that all ranks share, or the rendezvous store of ranks on several hosts. `interface`: network interface of the
+    collectives; "" = loopback. `barrier` blocks until every rank is about to connect. `on_failure` gets the reason when
+    a step failed. Rank 0's must end the group; the other ranks need none, as their process ends by itself."""
 
     rank: int
     degree: int
     store: str | Store
     barrier: Callable[[], None]
-    on_failure: Callable[[str], None] = lambda reason: None  # a follower's process ends by the error that is raised
+    on_failure: Callable[[str], None] = lambda reason: None
     interface: str = ""
 
 
@@ -65,7 +66,7 @@ class RankComm:
         """Shard of the model that this rank holds."""
         self.on_failure = settings.on_failure
         self.allreduce_bytes = 0
-        """Bytes of the partial sums that this rank put into `allreduce_` calls. Replays of recorded steps add none."""
+        """Bytes of partial sums that this rank put into `allreduce_…` methods. Replays of recorded steps add none."""
         self._settings, self._device = settings, device
         self._on_gpu = device.type == "cuda"
         self._send_buffer = torch.empty(0, dtype=torch.uint8, device=device)
@@ -92,7 +93,7 @@ class RankComm:
             log.info("tensor parallelism on CPUs uses gloo: steps are not recorded", degree=share.degree)
 
     def close(self) -> None:
-        """Leave the group, if the process lives on. Drop recorded steps first: NCCL waits for their end."""
+        """Leave the group, in a process that lives on. Callers drop recorded steps first: NCCL waits for their end."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -104,15 +105,15 @@ class RankComm:
 
     def reserve(self, max_tokens: int, max_sampled: int, dtype: torch.dtype) -> None:
         """Allocate the buffers of any step of `max_tokens` tokens in `dtype`, `max_sampled` of them sampled."""
-        hidden, sampled = self.share.geometry.hidden_size, (max_sampled, self.share.vocabulary_part, torch.float32)
-        partial = (max_tokens, hidden, dtype if self._on_gpu else torch.float32)
-        self._view_send(*partial)
-        self._view_send(*sampled)
+        of_partial = (max_tokens, self.share.geometry.hidden_size, dtype if self._on_gpu else torch.float32)
+        of_logits = (max_sampled, self.share.vocabulary_part, torch.float32)
+        self._send_view(*of_partial)
+        self._send_view(*of_logits)
         if not self._on_gpu:
-            self._view_gather(*partial)
+            self._gather_view(*of_partial)
         if self.share.rank == 0:
-            self._view_gather(*sampled)
-            self._view_logits(max_sampled)
+            self._gather_view(*of_logits)
+            self._logits_view(max_sampled)
 
     def freeze_buffers(self) -> None:
         """Keep the buffers, whose addresses recorded steps hold: a call that needs larger ones raises from now on."""
@@ -131,7 +132,7 @@ class RankComm:
             embedding.into(local_ids, out)
             dist.all_reduce(out.masked_fill_(~is_local[:, None], 0))
             return
-        rows = self._view_send(len(ids), out.shape[1], out.dtype)
+        rows = self._send_view(len(ids), out.shape[1], out.dtype)
         embedding.into(local_ids, rows)
         all_rows = self._all_gather(rows).view(-1, out.shape[1])
         owner = torch.div(ids, self.share.vocabulary_part, rounding_mode="floor")  # only the last shard may be smaller
@@ -140,13 +141,13 @@ class RankComm:
 
     def allreduce_linear(self, linear: Linear, x: Tensor, residual: Tensor) -> None:
         """Add to residual [T, hidden] the sum over the ranks of their `linear(x)`, in the residual's dtype."""
-        partial = self._view_send(len(x), linear.out_features, x.dtype if self._on_gpu else torch.float32)
+        partial = self._send_view(len(x), linear.out_features, x.dtype if self._on_gpu else torch.float32)
         linear.into(x, partial)
         self._add_sum(partial, residual)
 
     def allreduce_partial(self, add_partial: Callable[[Tensor], None], residual: Tensor) -> None:
         """Add to residual [T, hidden] the sum over the ranks of what `add_partial` adds to a buffer of zeros."""
-        partial = self._view_send(len(residual), residual.shape[1], residual.dtype).zero_()
+        partial = self._send_view(len(residual), residual.shape[1], residual.dtype).zero_()
         add_partial(partial)
         self._add_sum(partial, residual)
 
@@ -163,18 +164,19 @@ class RankComm:
         residual.add_(total.to(residual.dtype))
 
     def gather_logits(self, local: Tensor) -> Tensor:
-        """Return the logits, float32 [S, vocabulary], on rank 0, until the next call; `local`, its shard, elsewhere."""
+        """Return all logits of the S sampled tokens, float32 [S, vocabulary], on rank 0; they are valid until the next
+        call. Other ranks get back `local`, their shard of the logits."""
         rows, width, vocabulary = len(local), self.share.vocabulary_part, self.share.geometry.vocab_size
         if not rows:
             return local if self.share.rank else local.new_empty((0, vocabulary))
-        sent = self._view_send(rows, width, local.dtype)
+        sent = self._send_view(rows, width, local.dtype)
         sent[:, : local.shape[1]] = local
         if self.share.rank:
             dist.gather(sent, None, dst=0)
             return local
-        shards = list(self._view_gather(rows, width, local.dtype))
+        shards = list(self._gather_view(rows, width, local.dtype))
         dist.gather(sent, shards, dst=0)
-        logits = self._view_logits(rows)
+        logits = self._logits_view(rows)
         for rank, shard in enumerate(shards):
             first, end = rank * width, min(vocabulary, (rank + 1) * width)
             logits[:, first:end] = shard[:, : end - first]
@@ -183,21 +185,22 @@ class RankComm:
     def _all_gather(self, part: Tensor) -> Tensor:
         """Return [degree, *part.shape], identical on all ranks. Sent as bytes, whatever the dtype."""
         rows, width = part.shape
-        gathered = self._view_gather(rows, width, part.dtype)
+        gathered = self._gather_view(rows, width, part.dtype)
         _gather_into(gathered.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
         return gathered
 
-    def _view_send(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _send_view(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a view of the send buffer. This and the next two methods enlarge a buffer that is too small."""
         size = rows * width * dtype.itemsize
         self._send_buffer = self._enlarge(self._send_buffer, size)
         return self._send_buffer[:size].view(dtype).view(rows, width)
 
-    def _view_gather(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _gather_view(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         size = self.share.degree * rows * width * dtype.itemsize
         self._gather_buffer = self._enlarge(self._gather_buffer, size)
         return self._gather_buffer[:size].view(dtype).view(self.share.degree, rows, width)
 
-    def _view_logits(self, rows: int) -> Tensor:
+    def _logits_view(self, rows: int) -> Tensor:
         size = rows * self.share.geometry.vocab_size
         self._logits_buffer = self._enlarge(self._logits_buffer, size)
         return self._logits_buffer[:size].view(rows, -1)
@@ -207,6 +210,6 @@ class RankComm:
             return buffer
         if self._frozen:
             raise InvariantViolated(
-                f"an exchange needs a larger buffer than recorded steps hold: {size} {buffer.dtype}, of {len(buffer)}"
+                f"an exchange needs a larger buffer than recorded steps hold: {size} × {buffer.dtype}, not {len(buffer)}"
             )
         return buffer.new_empty(size)

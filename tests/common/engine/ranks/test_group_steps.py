@@ -311,13 +311,13 @@ def test_recorded_exchanges_stay_where_they_are(model_folder: Callable[[str], Pa
     ranks.reserve(8, 4, torch.float32)
     before = ranks._send_buffer.data_ptr()
     ranks.freeze_buffers()
-    ranks._view_send(8, geometry.hidden_size, torch.float32)
-    ranks._view_logits(4)
+    ranks._send_view(8, geometry.hidden_size, torch.float32)
+    ranks._logits_view(4)
     assert ranks._send_buffer.data_ptr() == before
     with pytest.raises(InvariantViolated, match="larger buffer"):
-        ranks._view_send(MUCH, 1, torch.float32)
+        ranks._send_view(MUCH, 1, torch.float32)
     with pytest.raises(InvariantViolated, match="larger buffer"):
-        ranks._view_logits(5)
+        ranks._logits_view(5)
 
 
 def test_what_gpus_exchange_is_the_whole(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

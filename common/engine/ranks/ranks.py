@@ -9,11 +9,10 @@ On a GPU the sums and the lookup are NCCL's all-reduce in the model's dtype; its
 step (a CUDA graph) contains them. On a CPU (gloo) the lookup is an all-gather, and so is a sum, whose parts every rank
 adds in the order of ranks: results are batch-invariant, and all ranks hold the same residual to the last bit. Gloo's
 own ring all-reduce adds each chunk of the buffer in another order of ranks, so a row's bits would depend on its place
-in the batch; on a GPU they depend on the batch already, because of the matrix products. Partial products on a CPU are
-float32, rounded once after the sum; the experts' are in the model's dtype. No step is recorded with gloo: it runs on
-the host.
+in the batch; on a GPU the matrix products' bits depend on the batch already. Partial products on a CPU are float32,
+rounded once after the sum; the experts' are in the model's dtype. Gloo runs on the host: no step is recorded.
 
-Used by the engine's own models (`lean_llama.py` …) on every rank: the same calls in the same order, with equally many rows.
+Used by the engine's own models (`lean_llama.py` …) on every rank: the same calls in the same order, on as many rows.
 """
 
 from __future__ import annotations
@@ -210,6 +209,6 @@ class RankComm:
             return buffer
         if self._frozen:
             raise InvariantViolated(
-                f"an exchange needs a larger buffer than recorded steps hold: {size} × {buffer.dtype}, not {len(buffer)}"
+                f"exchange needs a larger buffer than recorded steps hold: {size} × {buffer.dtype}, not {len(buffer)}"
             )
         return buffer.new_empty(size)

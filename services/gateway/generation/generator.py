@@ -349,7 +349,7 @@ class Generator:
     def _count_rejection(self, error: RequestError) -> None:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
-        self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()
+        self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()  # as in `arriving`
 
 
 def _tool_parsers(call: Call, count: int, base_id: str, created_s: float) -> list[ToolParser]:

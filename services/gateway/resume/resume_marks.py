@@ -69,7 +69,7 @@ class Place:
 
 
 Seen = Place | int
-"""What a client has seen of a stream: its place among chunks, or the number of its last named event, -1 = none."""
+"""Part of a stream that a client has seen: up to a place among chunks, or to a named event's number, -1 = none."""
 
 
 class MarkedWriter:

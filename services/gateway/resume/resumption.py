@@ -360,7 +360,7 @@ class Resumption:
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
         api_request = await endpoint.read(record.body, record.headers, owner, parse_context=record.beside)
         if ending is not None:
-            api_request.completed_at, api_request.answer_stored = ending.completed_at, ending.kept
+            api_request.completed_at, api_request.answer_stored = ending.completed_at, ending.kept  # as stored
         self._generator.budget.check(api_request.call)
         return endpoint, api_request
 

@@ -54,7 +54,7 @@ def spine() -> str:
     return page.split("\n## The spine\n")[1].split("\n## ")[0]
 
 
-def stations(text: str) -> list[list[Place]]:
+def spine_steps(text: str) -> list[list[Place]]:
     """The places of each row of its table."""
     rows = [row.split("|")[3] for row in text.splitlines() if re.match(r"\| *\d+ \|", row)]
     found = []
@@ -86,23 +86,23 @@ def lengths(file: str) -> dict[str, int]:
 
 def faults_of(text: str, called: list[Place]) -> list[str]:
     """What is wrong with the page. `called`: functions in the order of their first calls."""
-    rows, lines, wrong, last = stations(text), 0, [], -1
+    rows, lines, wrong, last = spine_steps(text), 0, [], -1
     if not 10 <= len(rows) <= 14:
-        wrong.append(f"{len(rows)} stations")
+        wrong.append(f"{len(rows)} steps")
     for number, places in enumerate(rows, 1):
         for file, name in places:
             known = lengths(file) if (ROOT / file).is_file() else {}
             if name not in known:
-                wrong.append(f"station {number}: there is no {name} in {file}")
+                wrong.append(f"step {number}: there is no {name} in {file}")
                 continue
             lines += known[name]
             # A class stands for its methods.
             at = next((at for at, (f, n) in enumerate(called) if f == file and f"{n}.".startswith(f"{name}.")), None)
             if at is None:
-                wrong.append(f"station {number}: {name} was not called")
+                wrong.append(f"step {number}: {name} was not called")
             elif name == places[0][1]:
                 if at < last:
-                    wrong.append(f"station {number}: {name} was called before the station above")
+                    wrong.append(f"step {number}: {name} was called before the step above")
                 last = at
     if lines > MOST_LINES:
         wrong.append(f"{lines} lines are more than {MOST_LINES}")
@@ -228,7 +228,7 @@ def test_a_page_that_is_wrong_is_found(
     assert any(wrong in each for each in found), found
 
 
-def test_stations_out_of_order_are_found(one_request: tuple[list[Place], set[str]]) -> None:
+def test_steps_out_of_order_are_found(one_request: tuple[list[Place], set[str]]) -> None:
     rows = [row for row in spine().splitlines() if re.match(r"\| *\d+ \|", row)]
     swapped = "\n".join([*rows[:3], rows[8], *rows[4:8], rows[3], *rows[9:]])
-    assert any("before the station above" in each for each in faults_of(swapped, one_request[0]))
+    assert any("before the step above" in each for each in faults_of(swapped, one_request[0]))

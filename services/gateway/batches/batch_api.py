@@ -19,15 +19,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import structlog
 from aiohttp import web
 
-from cohort.common.clock import Clock
 from cohort.common.errors import RequestError
 from cohort.common.sqlite_file import disk_refuses
 from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_downloads import send_content
-from cohort.services.gateway.batches.batch_files import BatchFolder, ContentWriter
+from cohort.services.gateway.batches.batch_files import ContentWriter
 from cohort.services.gateway.batches.batch_lines import ENDPOINTS
 from cohort.services.gateway.batches.batch_objects import (
     Deleted,
@@ -37,10 +35,9 @@ from cohort.services.gateway.batches.batch_objects import (
     file_object,
     window_s,
 )
-from cohort.services.gateway.batches.batch_quota import Quota
 from cohort.services.gateway.batches.batch_records import StoredBatch, StoredFile
-from cohort.services.gateway.batches.batch_runner import BatchRunner
-from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
+from cohort.services.gateway.batches.batch_runner import BatchContext, BatchRunner
+from cohort.services.gateway.batches.batch_store import BatchStore
 from cohort.services.gateway.batches.batch_uploads import FORM_BYTES, UploadForm, too_large
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
 from cohort.services.gateway.http.service_headers import printable
@@ -55,26 +52,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BatchApi:
-    def __init__(
-        self,
-        *,
-        retention_s: float,
-        folder: BatchFolder,
-        store: StoreThread,
-        runner: BatchRunner,
-        quota: Quota,
-        write_timeout_s: float,
-        clock: Clock,
-        log: structlog.stdlib.BoundLogger,
-    ) -> None:
-        self._retention_s = retention_s
-        self._folder = folder
-        self._store = store
+    def __init__(self, context: BatchContext, runner: BatchRunner, *, write_timeout_s: float) -> None:
+        self._retention_s = context.retention_s
+        self._folder, self._store, self._quota = context.folder, context.store, context.quota
         self._runner = runner
-        self._quota = quota
         self._write_timeout_s = write_timeout_s
-        self._clock = clock
-        self._log = log
+        self._clock, self._log = context.clock, context.log
 
     def routes(self) -> list[web.RouteDef]:
         guarded = self._guarded

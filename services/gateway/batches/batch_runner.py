@@ -94,38 +94,43 @@ class _Job:
     """Monotonic time at which this process began to write its output."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchContext:
+    """What the runner and the API of batches share. `retention_s`: of an output file."""
+
+    folder: BatchFolder
+    store: StoreThread
+    quota: Quota
+    retention_s: float
+    clock: Clock
+    log: structlog.stdlib.BoundLogger
+
+
 class BatchRunner:
     def __init__(
         self,
-        *,
-        retention_s: float,
-        folder: BatchFolder,
-        store: StoreThread,
+        context: BatchContext,
         answer: AnswerLine,
         turns: Turns,
-        quota: Quota,
-        max_line_bytes: int,
-        clock: Clock,
-        elapsed_s: Callable[[], float],
         metrics: BatchMetrics,
-        log: structlog.stdlib.BoundLogger,
+        *,
+        max_line_bytes: int,
+        elapsed_s: Callable[[], float],
     ) -> None:
         """`elapsed_s`: seconds of a clock that is never set, suspended time included, to judge the wall clock by."""
-        self._retention_s = retention_s
-        self._folder = folder
-        self._store = store
+        self._retention_s = context.retention_s
+        self._folder, self._store, self._quota = context.folder, context.store, context.quota
         self._answer = answer
         self._turns = turns
-        self._quota = quota
-        self._outputs = OutputFiles(folder, store)
+        self._outputs = OutputFiles(context.folder, context.store)
         self._max_line_bytes = max_line_bytes
-        self._clock = clock
+        self._clock = context.clock
         self._elapsed_s = elapsed_s
         self._sweeps: SweepGuard | None = None
         self._swept_at_s = 0.0  # as the store knows it
         self._clock_suspect = False
         self._metrics = metrics
-        self._log = log
+        self._log = context.log
         self._jobs: dict[str, _Job] = {}
         self._new: asyncio.Queue[str] = asyncio.Queue()
         for status in STATUSES:

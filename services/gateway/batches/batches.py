@@ -22,7 +22,7 @@ from cohort.services.gateway.batches.batch_api import BatchApi
 from cohort.services.gateway.batches.batch_files import BatchFolder, folder_of
 from cohort.services.gateway.batches.batch_lines import AnswerLine
 from cohort.services.gateway.batches.batch_quota import Quota
-from cohort.services.gateway.batches.batch_runner import SWEEP_S, BatchMetrics, BatchRunner
+from cohort.services.gateway.batches.batch_runner import SWEEP_S, BatchContext, BatchMetrics, BatchRunner
 from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batches.batch_sweeps import since_boot_s
 from cohort.services.gateway.batches.batch_turns import Turns
@@ -83,29 +83,10 @@ class Batches:
                 own_metrics.usable().set(1)
                 turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting, online_placed)
                 quota = Quota(config.batch.storage_bytes, owner_share=owner_share, gateways=config.gateway.processes)
-                runner = BatchRunner(
-                    retention_s=config.state.retention_s,
-                    folder=folder,
-                    store=store,
-                    answer=answer,
-                    turns=turns,
-                    quota=quota,
-                    max_line_bytes=config.gateway.max_body_bytes,
-                    clock=clock,
-                    elapsed_s=since_boot_s,
-                    metrics=own_metrics,
-                    log=log,
-                )
-                api = BatchApi(
-                    retention_s=config.state.retention_s,
-                    folder=folder,
-                    store=store,
-                    runner=runner,
-                    quota=quota,
-                    write_timeout_s=config.gateway.write_timeout_s,
-                    clock=clock,
-                    log=log,
-                )
+                context = BatchContext(folder, store, quota, config.state.retention_s, clock, log)
+                bound = config.gateway.max_body_bytes
+                runner = BatchRunner(context, answer, turns, own_metrics, max_line_bytes=bound, elapsed_s=since_boot_s)
+                api = BatchApi(context, runner, write_timeout_s=config.gateway.write_timeout_s)
                 async with _abandoned_parts_removed(folder, log):
                     yield cls((api, runner))
             finally:

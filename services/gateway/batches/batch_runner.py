@@ -96,7 +96,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class BatchContext:
-    """What the runner and the API of batches share. `retention_s`: of an output file."""
+    """Parts that the runner and the API of batches share. `retention_s`: of an output file."""
 
     folder: BatchFolder
     store: StoreThread

@@ -474,7 +474,8 @@ class PromptState(_Base, frozen=True):
 
 class Heartbeat(_Base, frozen=True):
     """`stats` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read.
-    `facts`: fixed words about it (a worker's device); `warnings`: sentences for the live page."""
+    `facts`: fixed words about it (a worker's device); `warnings`: sentences for the live page. `metrics_token`: shown
+    to the process, gets its series that name API keys."""
 
     instance: InstanceId
     role: str
@@ -485,6 +486,7 @@ class Heartbeat(_Base, frozen=True):
     stats: dict[str, float]
     facts: dict[str, str] = {}
     warnings: list[str] = []
+    metrics_token: str = ""
 
 
 class Farewell(_Base, frozen=True):

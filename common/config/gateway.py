@@ -29,7 +29,7 @@ class GatewayConfig(Section, frozen=True):
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
-    # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
+    # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on loopback
     allowed_hosts: tuple[str, ...] = ()
     # units of one request: choices × (64 + prompt + max_tokens × (1 + log-probabilities)), echo and biases beside
     max_request_work: Positive = 524_288

@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 PREFIX = "cohort"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TOKEN_HEADER = "x-cohort-metrics-token"
+"""Header in which the monitor shows a process the token of its heartbeats."""
 
 TtftStage = Literal["tokenize", "predict", "bucket", "prefill_queue", "prefill", "transfer", "first_decode"]
 TTFT_STAGES: tuple[TtftStage, ...] = get_args(TtftStage)

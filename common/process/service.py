@@ -17,10 +17,11 @@ import argparse
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -58,7 +59,7 @@ from cohort.common.keys.private_files import keep_private, private_folder, requi
 from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.process.log_levels import listen_for_levels
 from cohort.common.process.logs import configure_logging, log_loop_errors
-from cohort.common.process.metrics import CONTENT_TYPE, MetricFactory, exposition
+from cohort.common.process.metrics import CONTENT_TYPE, TOKEN_HEADER, MetricFactory, exposition
 from cohort.common.seeds import discover, with_own_inbox
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
@@ -75,7 +76,8 @@ FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartb
 class ServiceContext:
     """The surroundings of a service. `stats` and `ready` are the service's to set: they ride in every heartbeat and
     answer /ready, as do `facts`, fixed words about the process, and `warnings`, sentences for the live page.
-    `metrics_url` too, by a service that serves its metrics on its own application.
+    `metrics_url` too, by a service that serves its metrics on its own application. `private_registry` has the series
+    that name API keys: the monitor alone gets them, by the `metrics_token` of the heartbeats.
 
     `drain_s` is the service's own drain time; the hard deadline lies `DRAIN_MARGIN_S` beyond it.
     """
@@ -89,6 +91,8 @@ class ServiceContext:
     clock: Clock
     registry: CollectorRegistry
     run_dir: Path
+    private_registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    metrics_token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     stats: Callable[[], dict[str, float]] = dict
     facts: Callable[[], dict[str, str]] = dict
     warnings: Callable[[], list[str]] = list
@@ -114,6 +118,18 @@ class ServiceContext:
     def metrics(self) -> MetricFactory:
         """Factory for the families of `metrics.py`."""
         return MetricFactory(self.registry, model_name=self.model_name, instance=self.instance)
+
+    @property
+    def private_metrics(self) -> MetricFactory:
+        """Factory for series that only the monitor may see."""
+        return MetricFactory(self.private_registry, model_name=self.model_name, instance=self.instance)
+
+    def exposition(self, headers: Mapping[str, str]) -> bytes:
+        """Return Prometheus text for a request with these headers."""
+        shown = headers.get(TOKEN_HEADER, "").encode(errors="replace")
+        if secrets.compare_digest(shown, self.metrics_token.encode()):
+            return exposition(self.registry) + exposition(self.private_registry)
+        return exposition(self.registry)
 
     def endpoint_of(self, name: EndpointName) -> str:
         return endpoint_of(self.config, name, self.run_dir)
@@ -203,8 +219,8 @@ def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
     """Return /metrics, /health and /ready of one process."""
     started_s = context.clock.now_s()
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=exposition(context.registry), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=context.exposition(request.headers), headers={"Content-Type": CONTENT_TYPE})
 
     async def health(_: web.Request) -> web.Response:
         return web.json_response(
@@ -413,7 +429,7 @@ class _Service:
             # Serving does not depend on where metrics are read, and heartbeats say where: take any port.
             self._log.warning("metrics port is taken, using another", host=host, port=port, error=error.strerror)
             listener = listening(host, 0)
-        guard = BrowserGuard(host, (), open_=True, option="metrics.host")
+        guard = BrowserGuard(host, (), option="metrics.host")
         application = web.Application(middlewares=[refuse_foreign_pages(guard)])
         application.add_routes(metrics_routes(context))
         name_server()
@@ -451,6 +467,7 @@ class _Service:
                         stats=stats,
                         facts=context.facts(),
                         warnings=context.warnings(),
+                        metrics_token=context.metrics_token,
                     ),
                 )
             due_s = loop.time() + HEARTBEAT_S

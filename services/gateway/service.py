@@ -85,7 +85,7 @@ class Gateway:
         self._card = card
         keys = resolve_keys(config.gateway.api_keys)
         self._keyring = Keyring(config, keys, context.clock, context.log)
-        self._tenants = Tenants(config, self._keyring, context.clock, context.metrics, context.log)
+        self._tenants = Tenants(config, self._keyring, context.clock, context.private_metrics, context.log)
         now_s = context.clock.now_s()
         self._machine = GatewayMachine(
             context.instance,
@@ -137,7 +137,7 @@ class Gateway:
             card=card,
             preset=config.name,
             created=int(context.clock.wall_s()),
-            registry=context.registry,
+            exposition=context.exposition,
             not_ready_because=self._not_ready_because,
             max_model_len=self._max_model_len,
             engines=lambda: self._machine.link.load.engines if self._machine.link.load else (),
@@ -156,9 +156,7 @@ class Gateway:
 
     def application(self, batches: Batches) -> web.Application:
         gateway = self._config.gateway
-        guard = BrowserGuard(
-            gateway.host, gateway.allowed_hosts, open_=not self._keyring.required, option="gateway.allowed_hosts"
-        )
+        guard = BrowserGuard(gateway.host, gateway.allowed_hosts, option="gateway.allowed_hosts")
         traces = [request_trace.middleware(self._tracing, self._context.clock)] if self._tracing else []
         limits = [self._tenants.middleware()] if self._keyring.required else []
         application = web.Application(

@@ -51,9 +51,7 @@ async def build(context: ServiceContext) -> None:
         context.registry.register(PlannerCollector(monitor.planner))
     async with aiohttp.ClientSession(trust_env=False) as session:
         exporter = Exporter(context.instance, monitor.cluster, context.registry, session, context.log)
-        guard = BrowserGuard(
-            config.monitor.host, config.monitor.allowed_hosts, open_=True, option="monitor.allowed_hosts"
-        )
+        guard = BrowserGuard(config.monitor.host, config.monitor.allowed_hosts, option="monitor.allowed_hosts")
         app = application(
             exporter,
             monitor.read_state,

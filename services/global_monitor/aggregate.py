@@ -56,6 +56,7 @@ class Process:
     restarts: int = 0
     facts: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    metrics_token: str = field(default="", repr=False)
     counters: Counters = field(default_factory=Counters)
 
     def age_s(self, now_s: float) -> float:
@@ -126,6 +127,7 @@ class Cluster:
         process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
         process.status, process.last_heartbeat_s = Status.UP, now_s
         process.facts, process.warnings = dict(beat.facts), list(beat.warnings)
+        process.metrics_token = beat.metrics_token
         if process.role == "gateway":
             self._count(now_s, process)
         return self._note(events)

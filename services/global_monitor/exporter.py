@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from structlog.stdlib import BoundLogger
 
-from cohort.common.process.metrics import exposition
-from cohort.services.global_monitor.aggregate import Cluster, Status
+from cohort.common.process.metrics import TOKEN_HEADER, exposition
+from cohort.services.global_monitor.aggregate import Cluster, Process, Status
 from cohort.services.global_monitor.federation import escape, merge
 
 _SCRAPE_TIMEOUT_S = 0.75
@@ -88,9 +88,10 @@ class Exporter:
             return self._exposition
 
     async def _collect(self) -> bytes:
-        targets = [(p.instance, p.metrics_url) for p in self._cluster.up() if p.metrics_url]
-        answers = await asyncio.gather(*(self._fetch(instance, url) for instance, url in targets))
-        sources = [(instance, text) for (instance, _), text in zip(targets, answers, strict=True) if text is not None]
+        processes = [process for process in self._cluster.up() if process.metrics_url]
+        targets = [process.instance for process in processes]
+        answers = await asyncio.gather(*map(self._fetch, processes))
+        sources = [(instance, text) for instance, text in zip(targets, answers, strict=True) if text is not None]
         reached = {instance for instance, _ in sources}
         own = exposition(self._registry).decode() + _scrape_states(targets, reached)
         merged = merge([(self._instance, own), *sources])
@@ -98,11 +99,14 @@ class Exporter:
             self._warn_once(instance, "metrics_not_merged", lines=lines)
         return merged.text.encode()
 
-    async def _fetch(self, instance: str, url: str) -> str | None:
+    async def _fetch(self, process: Process) -> str | None:
+        instance, shown = process.instance, {TOKEN_HEADER: process.metrics_token}
         try:
             timeout = aiohttp.ClientTimeout(total=_SCRAPE_TIMEOUT_S)
             # A gateway's certificate is for its clients' names; the address came from the process itself.
-            async with self._session.get(url, timeout=timeout, allow_redirects=False, ssl=False) as response:
+            async with self._session.get(
+                process.metrics_url, headers=shown, timeout=timeout, allow_redirects=False, ssl=False
+            ) as response:
                 if response.status != 200:
                     self._warn_once(instance, "metrics_not_fetched", status=response.status)
                     return None
@@ -125,10 +129,10 @@ class Exporter:
             self._log.warning(event, process=instance, **details)
 
 
-def _scrape_states(targets: list[tuple[str, str]], reached: set[str]) -> str:
+def _scrape_states(targets: list[str], reached: set[str]) -> str:
     lines = [
         "# HELP cohort_scrape_up 1 if the process's own metrics are part of this answer.",
         "# TYPE cohort_scrape_up gauge",
     ]
-    lines += [f'cohort_scrape_up{{instance="{escape(name)}"}} {int(name in reached)}' for name, _ in targets]
+    lines += [f'cohort_scrape_up{{instance="{escape(name)}"}} {int(name in reached)}' for name in targets]
     return "\n".join(lines) + "\n" if targets else ""

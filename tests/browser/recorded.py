@@ -178,7 +178,7 @@ class Recorded:
 async def served(recorded: Recorded) -> AsyncIterator[str]:
     """The page's address."""
     monitor = recorded.monitor
-    guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
+    guard = BrowserGuard("127.0.0.1", (), option="monitor.allowed_hosts")
     feed = LiveFeed(monitor.live_views, recorded.live)
     app = application(
         NoExporter(),  # type: ignore[arg-type]

@@ -105,12 +105,15 @@ async def test_own_pages_and_programs_pass(site: Site) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/v1/files", "/nothing"])
 async def test_names_that_were_rebound_to_this_machine_are_403(site: Site, path: str) -> None:  # noqa: F811
-    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]:1"):
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "1.2.3:80"):
         assert await status(site, "GET", path, Host=host) == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"])
-async def test_names_of_this_machine_pass(site: Site, host: str) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "192.168.1.7:8000", "[fd00::2]:1"]
+)
+async def test_names_of_this_machine_and_addresses_pass(site: Site, host: str) -> None:  # noqa: F811
+    """A page is rebound under a name: one that comes by an address is of another origin."""
     assert await status(site, "GET", "/v1/models", Host=host) == 200
 
 
@@ -130,16 +133,20 @@ async def test_allowed_hosts_are_names_and_origins(open_site: OpenSite) -> None:
         assert await status(here, "GET", "/v1/models", Host="evil.example") == 403
 
 
-async def test_with_keys_any_name_will_do(open_site: OpenSite) -> None:  # noqa: F811
-    """A page has no key, under whatever name it comes; a proxy passes its own name on."""
+async def test_with_keys_names_are_checked_as_well(open_site: OpenSite) -> None:  # noqa: F811
+    """A page has no key, but `/metrics` and `/version` ask for none."""
     async with open_site(api_keys=("k",)) as here:
+        for path in ("/metrics", "/version", "/v1/models"):
+            assert await status(here, "GET", path, Host="evil.example", Authorization="Bearer k") == 403
+        assert await status(here, "GET", "/v1/models", Host="10.1.2.3:8000", Authorization="Bearer k") == 200
+        assert await status(here, "GET", "/v1/models", Host="localhost") == 401
+    async with open_site(api_keys=("k",), allowed_hosts=("api.example",)) as here:
         assert await status(here, "GET", "/v1/models", Host="api.example", Authorization="Bearer k") == 200
-        assert await status(here, "GET", "/v1/models", Host="api.example") == 401
 
 
 def test_names_beyond_loopback_are_not_known_unless_listed() -> None:
-    assert BrowserGuard("0.0.0.0", (), open_=True, option="o").refusal("GET", {"Host": "gpu.local"}) is None
-    listed = BrowserGuard("0.0.0.0", ("gpu.local",), open_=True, option="o")
+    assert BrowserGuard("0.0.0.0", (), option="o").refusal("GET", {"Host": "gpu.local"}) is None
+    listed = BrowserGuard("0.0.0.0", ("gpu.local",), option="o")
     assert listed.refusal("GET", {"Host": "gpu.local:8000"}) is None
     assert listed.refusal("GET", {"Host": "evil.example"}) is not None
     assert listed.refusal("GET", {}) is None  # HTTP/1.0: no browser
@@ -181,7 +188,7 @@ async def page() -> AsyncIterator[TestClient[web.Request, web.Application]]:
     def state(_: float) -> ClusterState:
         return ClusterState("n", "m", 0.0, [], [], 0.0, 0.0, 0.0, 0.0, [], {})
 
-    guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
+    guard = BrowserGuard("127.0.0.1", (), option="monitor.allowed_hosts")
     looking = LiveViews(Cluster(silence_s=3.0, history_s=9.0), lambda: 0.0, lambda peer, message: None)
     feed = LiveFeed(looking, lambda request_id: live_state(state(0.0), looking, request_id))
     app = live_page.application(

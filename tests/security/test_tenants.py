@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cohort.common.config import CONFIGS_DIR, load_config
 from cohort.common.keys.key_file import OwnLimits, editing, new_key
 from cohort.common.machines.recorder import config_text
+from cohort.common.process.metrics import TOKEN_HEADER
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.keyring import Keyring
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
@@ -120,13 +122,29 @@ async def test_no_key_and_no_hash_is_to_be_seen_anywhere(open_site: OpenSite, tm
                 site.url + "/v1/completions", json=ASK, headers={"Authorization": f"Bearer {key}"}
             ) as response:
                 told.append(await response.text() + str(response.headers))
-        told.append(await (await site.session.get(site.url + "/metrics")).text())
+        told.append(await site.monitors_metrics())
         told += [repr(request) for request in site.manager.submitted]
     usage = stored(tmp_path)
     assert b"alice" in usage and 'key="alice"' in told[5]
     for text in (*told, usage.decode("latin-1")):
         for private in (secret, secret.split("_", 2)[2], digest, "very-plain"):
             assert private not in text
+
+
+async def test_strangers_get_no_series_that_names_a_key(open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "keys.json"
+    headers = {"Authorization": f"Bearer {add(path, 'alice', requests_per_minute=2)}"}
+    async with open_site(keys={"file": str(path)}) as site:
+        await site.post("/v1/completions", ASK, headers=headers)
+        for shown in ({}, headers, {TOKEN_HEADER: "0" * 32}, {TOKEN_HEADER: "é"}, {TOKEN_HEADER: ""}):
+            async with site.session.get(site.url + "/metrics", headers=shown) as response:
+                text = await response.text()
+            assert (response.status, "cohort_key_" in text, "alice" in text) == (200, False, False)
+            assert "cohort_request_success_total" in text
+        everything = await site.monitors_metrics()
+        assert 'cohort_key_requests_total{instance="gateway",key="alice"' in everything
+        families = [family.name for family in text_string_to_metric_families(everything)]
+        assert len(families) == len(set(families))
 
 
 def test_plain_keys_are_not_kept_by_the_ring() -> None:

@@ -5,17 +5,16 @@ Called by aiohttp. `/health` says that the process lives; `/ready` that a reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
-from prometheus_client import CollectorRegistry
 
 import cohort
 from cohort.common.errors import RequestError
-from cohort.common.process.metrics import CONTENT_TYPE, exposition
+from cohort.common.process.metrics import CONTENT_TYPE
 from cohort.common.types import EngineFacts
 from cohort.services.gateway.http.service_headers import printable
 from cohort.services.gateway.requests.model_card import ModelCard
@@ -63,7 +62,7 @@ class Probes:
         card: ModelCard,
         preset: str,
         created: int,
-        registry: CollectorRegistry,
+        exposition: Callable[[Mapping[str, str]], bytes],
         not_ready_because: Callable[[], str | None],
         max_model_len: Callable[[], int],
         engines: Callable[[], Sequence[EngineFacts]] = tuple,
@@ -71,7 +70,7 @@ class Probes:
         self._card = card
         self._preset = preset
         self._created = created
-        self._registry = registry
+        self._exposition = exposition
         self._not_ready_because = not_ready_because
         self._max_model_len = max_model_len
         self._engines = engines
@@ -98,8 +97,8 @@ class Probes:
     async def version(self, _: web.Request) -> web.Response:
         return _json(Version(cohort.__version__, self._preset, self._card.name, self._engines()))
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=exposition(self._registry), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._exposition(request.headers), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: web.Request) -> web.Response:
         return _json(ModelList([self._model(), *map(self._model, self._card.adapters)]))

@@ -394,8 +394,10 @@ def test_a_port_published_here_alone_answers_to_names_of_this_machine_alone(
 ) -> None:
     """In a container every process listens on all interfaces, so what is published must tell."""
     here = getattr(configured(tmp_path, service, **defaults(service)), section)
-    guard = BrowserGuard(here.host, here.allowed_hosts, open_=True, option="allowed_hosts")
+    guard = BrowserGuard(here.host, here.allowed_hosts, option="allowed_hosts")
     assert guard.refusal("POST", {"Host": "evil.example"}) is not None
+    keyed = getattr(configured(tmp_path, service, **defaults(service, COHORT_API_KEY="k")), section)
+    assert keyed.allowed_hosts == here.allowed_hosts
     for name in ("localhost:8000", "127.0.0.1:8001", service, socket.gethostname()):
         assert guard.refusal("POST", {"Host": name}) is None, name
     settings = {bind: "0.0.0.0", "COHORT_OPEN": "true"}

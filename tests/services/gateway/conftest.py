@@ -31,6 +31,7 @@ from cohort.common.config import (
 )
 from cohort.common.machines.gateway.gateway import GatewaySettings
 from cohort.common.process.logs import configure_logging
+from cohort.common.process.metrics import TOKEN_HEADER
 from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
@@ -105,6 +106,13 @@ class Site:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream"
             return parse_events(await response.read())
+
+    async def monitors_metrics(self) -> str:
+        """Metrics as the monitor gets them."""
+        async with self.session.get(
+            self.url + "/metrics", headers={TOKEN_HEADER: self.context.metrics_token}
+        ) as response:
+            return await response.text()
 
     async def ready(self) -> None:
         async with asyncio.timeout(5):

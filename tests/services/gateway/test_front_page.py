@@ -32,7 +32,7 @@ async def test_a_browser_here_is_led_to_the_live_page_and_one_elsewhere_to_the_d
 
 
 async def test_what_the_request_says_never_becomes_part_of_the_address(open_site: OpenSite) -> None:
-    async with open_site(api_keys=("k",)) as site:
+    async with open_site(api_keys=("k",), allowed_hosts=("evil.example",)) as site:
         headers = {"Accept": "text/html", "Host": "evil.example", "X-Forwarded-Host": "evil.example"}
         async with site.session.get(site.url + "//evil.example", headers=headers, allow_redirects=False) as response:
             assert response.status == 404

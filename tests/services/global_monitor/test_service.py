@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
+import msgspec
 import pytest
 import structlog
 from aiohttp import web
@@ -19,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cohort.common.config import Config
 from cohort.common.http.browsers import BrowserGuard
 from cohort.common.messages import ClusterStats, Farewell, Heartbeat
+from cohort.common.process.metrics import TOKEN_HEADER
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.services.global_monitor import exporter
 from cohort.services.global_monitor.aggregate import Status
@@ -85,7 +87,7 @@ async def http(rig: Rig) -> AsyncIterator[TestClient[web.Request, web.Applicatio
     registry.register(ClusterCollector(rig.monitor.cluster, rig.clock.now_s))
     async with aiohttp.ClientSession() as session:
         exporter = Exporter("monitor", rig.monitor.cluster, registry, session, structlog.get_logger())
-        guard = BrowserGuard("127.0.0.1", (), open_=True, option="monitor.allowed_hosts")
+        guard = BrowserGuard("127.0.0.1", (), option="monitor.allowed_hosts")
         app = application(
             exporter,
             rig.monitor.read_state,
@@ -172,6 +174,26 @@ async def test_the_page_is_told_of_devices_and_warnings(rig: Rig) -> None:
     rig.peer("w").send("monitor", Heartbeat("w", "prefill_worker", 1, 1, True, "", {}))
     await rig.settle()
     assert rig.monitor.cluster.processes["w"].warnings == []
+
+
+async def test_a_process_is_shown_its_own_token_and_the_state_has_none(rig: Rig) -> None:
+    shown: list[str] = []
+
+    async def metrics(request: web.Request) -> web.Response:
+        shown.append(request.headers[TOKEN_HEADER])
+        return web.Response(text='cohort_key_requests_total{key="alice"} 1\n')
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics)])
+    async with TestServer(app) as server, http(rig) as client:
+        gateway = msgspec.structs.replace(
+            beat("gateway", "gateway", str(server.make_url("/metrics"))), metrics_token="t1"
+        )
+        rig.peer("gateway").send("monitor", gateway)
+        await rig.settle()
+        assert 'key="alice"' in await (await client.get("/metrics")).text()
+        assert shown == ["t1"]
+        assert "t1" not in repr(rig.monitor.read_state(60.0))
 
 
 async def test_history_is_cut_to_the_span_asked(rig: Rig) -> None:

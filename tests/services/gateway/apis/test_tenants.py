@@ -169,7 +169,7 @@ async def test_requests_beyond_the_minute_are_refused_and_told_when(open_site: O
             ("alice", "rt"): (2, 1),
             ("alice", "be"): (1, 1),
         }
-        metrics = await (await site.session.get(site.url + "/metrics")).text()
+        metrics = await site.monitors_metrics()
         assert 'cohort_key_refused_total{instance="gateway",key="alice"' in metrics
         assert "key-" not in metrics and "ck_" not in metrics
 
@@ -256,7 +256,7 @@ async def test_slos_are_counted_by_key_and_class(open_site: OpenSite, key_file: 
 
 
 async def slo_series(site: Site) -> dict[tuple[str, ...], float]:
-    metrics = await (await site.session.get(site.url + "/metrics")).text()
+    metrics = await site.monitors_metrics()
     return {
         tuple(sample.labels[name] for name in ("key", "class", "objective", "outcome")): sample.value
         for family in text_string_to_metric_families(metrics)

@@ -39,6 +39,7 @@ from cohort.common.codec import decode, encode
 from cohort.common.errors import ConfigError, PeerUnreachable, WireError
 from cohort.common.messages import Message
 from cohort.common.transport.lost_peers import PROBE, LostPeers
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.transport.security import Authenticator, CurveKeys, protect_client, protect_server
 from cohort.common.types import InstanceId
 
@@ -113,6 +114,8 @@ class ZmqBus:
         self.identity = identity
         self.endpoint = ""
         self.counters = BusCounters()
+        self._warn_malformed = RepeatedWarning(log, "malformed message skipped")
+        self._warn_forged = RepeatedWarning(log, "message skipped: its sender never dials this process")
         self._curve = curve
         self._never_dial = frozenset(never_dial)
         self._large: dict[InstanceId, list[tuple[zmq.MessageTracker, int]]] = {}
@@ -282,7 +285,7 @@ class ZmqBus:
                     sender = name.decode()
                     if sender in self._never_dial:
                         self.counters.forged += 1
-                        log.warning("message skipped: its sender never dials this process", sender=sender)
+                        self._warn_forged(sender=sender)
                         continue
                     if self._lost_peers is not None:
                         self._lost_peers.note_message(sender)
@@ -290,7 +293,7 @@ class ZmqBus:
             # A nesting bomb ends in RecursionError; a wrong number of frames or a binary name in ValueError.
             except (WireError, ValueError, RecursionError) as error:
                 self.counters.malformed += 1
-                log.warning("malformed message skipped", sender=source.peer or repr(frames[0][:64]), error=str(error))
+                self._warn_malformed(sender=source.peer or repr(frames[0][:64]), error=str(error))
                 continue
             self.counters.received += 1
             return sender, message

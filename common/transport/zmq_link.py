@@ -38,6 +38,7 @@ import zmq
 
 from cohort.common.errors import ConfigError, TransferError, TransferTimeout
 from cohort.common.transport.buffers import HostStaging
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.transport.security import Authenticator, CurveKeys, protect_client, protect_server
 from cohort.common.transport.uninterrupted import outlast
 from cohort.common.transport.zmq_bus import LINGER_MS, tune, with_port_of
@@ -98,6 +99,7 @@ class ZmqLink:
     def __init__(self, bind: str, curve: CurveKeys | None = None, *, advertise: str = "") -> None:
         self._loop = asyncio.get_running_loop()
         self._curve = curve
+        self._warn_malformed = RepeatedWarning(log, "malformed transfer message skipped")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: Authenticator | None = None
         self._peers: dict[bytes, _Peer] = {}
@@ -215,7 +217,7 @@ class ZmqLink:
             try:
                 self._dispatch(frames, peer)
             except (ValueError, struct.error) as error:
-                log.warning("malformed transfer message skipped", error=str(error))
+                self._warn_malformed(error=str(error))
         self._read_soon(socket, peer)
 
     def _dispatch(self, frames: Sequence[zmq.Frame], peer: _Peer | None) -> None:

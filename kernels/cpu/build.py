@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ COMPILE_FLAGS = (
 )
 BUILD_TIMEOUT_S = 900.0  # half a minute on two idle cores; a loaded machine takes many times that
 _LOCK_RETRY_S = 0.1
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def _quiet(_: str) -> None:
@@ -95,6 +97,16 @@ def _build_lock(path: Path) -> Iterator[None]:
         yield
 
 
+def _close_to_others(library: Path) -> None:
+    """Leave the library, its folder and the folder of all builds to their owner: set-up runs under the usual umask, and
+    an older version left them open. What belongs to another user stays as it is."""
+    build_folder = library.parent
+    for path in (build_folder.parent, build_folder, *build_folder.iterdir()):
+        with contextlib.suppress(OSError):
+            if (mode := stat.S_IMODE(path.stat().st_mode)) & _OTHERS:
+                path.chmod(mode & ~_OTHERS)
+
+
 def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
@@ -138,6 +150,7 @@ def build(cache: Path, report: Callable[[str], None] = _quiet, *, force: bool = 
     """
     target = library_path(cache)
     if target.exists() and not force:
+        _close_to_others(target)
         return target
     compiler = find_compiler()
     if compiler is None:
@@ -149,6 +162,7 @@ def build(cache: Path, report: Callable[[str], None] = _quiet, *, force: bool = 
                 return target
             with tempfile.TemporaryDirectory(dir=target.parent) as work:
                 _compile(compiler, Path(work), report).replace(target)
+            _close_to_others(target)
     except OSError as error:
         raise KernelBuildError(f"cannot write to {target.parent}: {error}") from error
     return target

@@ -41,6 +41,7 @@ from cohort.common.process.recording import recorded
 from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId, Segment, TrafficClass
 from cohort.common.views import MOST_BUCKETS, QueueClass
 from cohort.services.bucketing_manager.measured import MeasuredOrder
@@ -80,6 +81,7 @@ def make_machine(
 class ManagerService:
     def __init__(self, context: ServiceContext) -> None:
         self._context = context
+        self._warn_unexpected = RepeatedWarning(context.log, "message not for the manager")
         self._metrics = SchedulerMetrics(context.metrics)
         self._order = MeasuredOrder(compose.prefill_order(context.config), self._metrics)
         self.machine, self._handler = make_machine(context, self._order)
@@ -121,7 +123,7 @@ class ManagerService:
         if isinstance(message, Look):
             self._show(sender)
             return False
-        self._context.log.warning("message not for the manager", sender=sender, type=type(message).__name__)
+        self._warn_unexpected(sender=sender, type=type(message).__name__)
         return False
 
     async def _tick(self) -> None:

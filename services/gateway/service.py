@@ -40,6 +40,7 @@ from cohort.common.process.metrics import RequestMetrics
 from cohort.common.process.recording import recorded
 from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.spans import Tracing
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId
 from cohort.services.gateway.apis.messages_api import MessagesApi
 from cohort.services.gateway.apis.openai_api import OpenAiApi
@@ -87,6 +88,7 @@ class Gateway:
         self._keyring = Keyring(config, keys, context.clock, context.log)
         self._tenants = Tenants(config, self._keyring, context.clock, context.private_metrics, context.log)
         now_s = context.clock.now_s()
+        self._warn_unexpected = RepeatedWarning(context.log, "unexpected message")
         self._machine = GatewayMachine(
             context.instance,
             context.incarnation,
@@ -310,7 +312,7 @@ class Gateway:
                 elif isinstance(message, Look):
                     self._show.show(sender, message)
                 else:
-                    log.warning("unexpected message", sender=sender, type=type(message).__name__)
+                    self._warn_unexpected(sender=sender, type=type(message).__name__)
                 arrived = bus.take() if updates < _MOST_UPDATES else None
             try:
                 self.streams.feed(*events)

@@ -19,6 +19,7 @@ from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, RequestTraffic, WorkerView
 from cohort.common.process.service import process_stats
 from cohort.common.transport.bus import Bus
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId, RequestId
 from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.live import LiveState, live_state
@@ -51,6 +52,8 @@ class GlobalMonitor:
         self._bus = bus
         self._clock = clock
         self._log = log
+        self._warn_unexpected = RepeatedWarning(log, "unexpected_message")
+        self._warn_foreign = RepeatedWarning(log, "message_of_another_dropped")
         self._model = model
         self._instance = instance
         self._incarnation = incarnation
@@ -70,7 +73,7 @@ class GlobalMonitor:
                 case Heartbeat() | Farewell() | RequestTraffic() | GatewayView() | ManagerView() | WorkerView() if (
                     message.instance != sender
                 ):
-                    self._log.warning("message_of_another_dropped", peer=sender, named=message.instance)
+                    self._warn_foreign(peer=sender, named=message.instance)
                 case Heartbeat():
                     self._report(self.cluster.on_heartbeat(self._clock.now_s(), message))
                 case Farewell():
@@ -81,7 +84,7 @@ class GlobalMonitor:
                 case GatewayView() | ManagerView() | WorkerView():
                     self.live_views.on_view(message)
                 case _:
-                    self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
+                    self._warn_unexpected(peer=sender, type=type(message).__name__)
 
     async def push(self) -> None:
         """Let time pass and tell the manager, every `PUSH_INTERVAL_S`, until cancelled."""

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from cohort.common.keys.private_files import open_private
 from cohort.services.launcher.console import Console, Line, State
 from cohort.services.launcher.processes.probe import answers_ok
-from cohort.services.launcher.run_files import LauncherState, RunFiles
+from cohort.services.launcher.run_files import LAUNCHER_LOG, LauncherState, RunFiles
 
-LAUNCHER_LOG = "launcher"
 READY = "ready"
 """The line by which a detached launcher says that the pipeline is ready."""
 

@@ -19,9 +19,7 @@ from cohort.services.launcher.hosts import Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.processes.forks import FROM, Fork, Forks
-from cohort.services.launcher.run_files import RunFiles
-
-TEMPLATE_LOG = "workers-template"
+from cohort.services.launcher.run_files import TEMPLATE_LOG, RunFiles
 
 _ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 _UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -26,10 +26,12 @@ import msgspec
 from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import private_folder
 
+LAUNCHER_LOG, TEMPLATE_LOG = "launcher", "workers-template"
 LOG_BYTES = 256 << 10
 """The most that is read of a log at once."""
-LOG_LIMIT_BYTES = 64 << 20
-"""A log that grew beyond this moves to .1 while its process keeps writing."""
+LOG_LIMIT_BYTES = 16 << 20
+"""A log that grew beyond this moves to .1 while its process keeps writing: a process's logs take twice that, and a
+looping traceback on all ten of the default cannot fill a disk. It is hours of a warning a second."""
 
 
 class RunFilesError(CohortError):

@@ -23,7 +23,7 @@ from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.probe import answers_ok
 from cohort.services.launcher.processes.restart_policy import GiveUp, RestartPolicy, exit_reason
 from cohort.services.launcher.rolling import RollingRestart
-from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFilesError
+from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RestartState, RunFilesError
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else shows from outside that it is ready
 PROBED_AT_ONCE = 16
@@ -299,6 +299,8 @@ class Supervisor:
                     if not self._stopping.is_set():  # processes that lose each other while ending are no news
                         self._console.echo_log(instance, line)
                 self._files.limit_log(instance)
+            for own in (LAUNCHER_LOG, TEMPLATE_LOG):  # the console's lines where it is detached; the forks' imports
+                self._files.limit_log(own)
 
     # -- ending ---------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from cohort.common.paths import DEFAULT_MODEL_NAME, state_dir
 from cohort.common.tracing.spans import Tracing
 from cohort.common.tracing.traceparent import parse
 from cohort.common.transport.bus import Bus
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import Prediction
 from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.calibration import OnlineCalibration
@@ -54,6 +55,7 @@ class LengthPredictor:
         self._calibration = OnlineCalibration()
         self._bus = bus
         self._log = log
+        self._warn_unexpected = RepeatedWarning(log, "unexpected_message")
         self._default_mean = float(config.gateway.default_prediction_tokens)
         self._managers = manager_names(config)
         self._predictions = 0
@@ -120,7 +122,7 @@ class LengthPredictor:
                 case PromptState():
                     self.second.on_prompt_state(message)
                 case _:
-                    self._log.warning("unexpected_message", peer=sender, type=type(message).__name__)
+                    self._warn_unexpected(peer=sender, type=type(message).__name__)
 
     def _answer(self, message: PredictLength) -> Predicted:
         started_s = time.monotonic()

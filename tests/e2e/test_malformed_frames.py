@@ -70,7 +70,8 @@ def fewer(pipeline: Pipeline, before: dict[str, float], links: list[Path], sent:
     counted = {name: value - before[name] for name, value in malformed(pipeline).items()}
     for path in links:
         log = (pipeline.folder / f"{path.name.removesuffix('.kv.sock')}.log").read_text(errors="replace")
-        counted[path.name] = log.count("malformed transfer message skipped") + 1
+        lines = [line for line in log.splitlines() if "malformed transfer message skipped" in line]
+        counted[path.name] = sum(int(line.partition('"times":')[2].partition(",")[0]) for line in lines) + 1
     return {name: count for name, count in counted.items() if count < sent}
 
 

@@ -89,6 +89,7 @@ from cohort.common.process.metrics import TransferMetrics
 from cohort.common.process.service import ServiceContext
 from cohort.common.sequence import Sequence
 from cohort.common.transport.kv_link import KvLink
+from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId
 
 _TICK_S = 0.1
@@ -120,6 +121,7 @@ class WorkerLoop:
         self._handler = handler
         self._learned_state = learned_state
         self._bus, self._clock, self._log = context.bus, context.clock, context.log
+        self._warn_unexpected = RepeatedWarning(context.log, "message not for a worker")
         self._revises_predictions = config.predictor.refine_after_prefill  # the predictor does, given hidden states
         self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.oom_retries)
         if device.leaves_cpu_free:  # a GPU: decode steps of these batch sizes are recorded as CUDA graphs
@@ -266,7 +268,7 @@ class WorkerLoop:
                 elif isinstance(message, Look):
                     self._live_view.send(sender, message)
                 else:
-                    self._log.warning("message not for a worker", sender=sender, type=type(message).__name__)
+                    self._warn_unexpected(sender=sender, type=type(message).__name__)
             self._feed(*events)
 
     # -- steps -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -45,6 +46,24 @@ def test_builds_once_and_reports_each_step(fake_compiler, tmp_path):
     assert build(tmp_path) == path
     assert calls(fake_compiler) == sources + 1
     assert sorted(entry.name for entry in path.parent.iterdir()) == sorted([path.name, "lock"])  # no leftovers
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_only_the_owner_may_read_what_was_built(fake_compiler, tmp_path, older):
+    """Set-up runs under the usual umask; an older version left folders and files open."""
+    before = os.umask(0o022)
+    try:
+        path = build(tmp_path)
+        made = [path.parent.parent, path.parent, *path.parent.iterdir()]
+        assert len(made) == 4
+        if older:
+            for each in made:
+                each.chmod(0o755)
+            assert build(tmp_path) == path
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(each.stat().st_mode) & 0o077 for each in made] == [0] * 4
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_two_builds_at_once_compile_once(fake_compiler, tmp_path):

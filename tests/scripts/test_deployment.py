@@ -39,7 +39,9 @@ SERVICE_KEYS = {
     "image",
     "init",
     "logging",
+    "mem_limit",
     "networks",
+    "pids_limit",
     "ports",
     "profiles",
     "pull_policy",
@@ -67,7 +69,7 @@ def test_one_service_per_process_for_gpu_and_for_cpu():
         gpu, cpu = SERVICES[worker], SERVICES[f"{worker}_cpu"]
         assert gpu["profiles"] == ["gpu-roles"] and cpu["profiles"] == ["cpu"]
         assert "deploy" not in cpu
-        differ = {"deploy", "profiles", "volumes", "environment"}
+        differ = {"deploy", "profiles", "volumes", "environment", "mem_limit"}
         assert {k: v for k, v in cpu.items() if k not in differ} == {k: v for k, v in gpu.items() if k not in differ}
         assert [mount for mount in gpu["volumes"] if mount not in cpu["volumes"]] == ["claims:/var/lib/cohort-claims"]
 
@@ -102,6 +104,17 @@ def test_every_process_is_watched_restarted_and_given_time_to_drain():
         assert service["depends_on"]["model"]["condition"] == "service_completed_successfully"
         drain_s = config.drain_s if name == "gateway" or "worker" in name else 5.0
         assert int(service["stop_grace_period"].removesuffix("s")) > drain_s + 5
+
+
+def test_no_container_takes_the_host():
+    """As much as the manifests give, of which the default model's largest process takes a fifth."""
+    limits = {name: (service["pids_limit"], service["mem_limit"]) for name, service in SERVICES.items()}
+    assert {pids for pids, _ in limits.values()} == {"${COHORT_PIDS:-4096}"}
+    workers = {name: limit for name, (_, limit) in limits.items() if "worker" in name}
+    gpu, cpu = "${COHORT_WORKER_MEMORY:-64g}", "${COHORT_WORKER_MEMORY:-8g}"
+    assert workers == {name: cpu if name.endswith("_cpu") else gpu for name in workers} and len(workers) == 5
+    others = {limit for name, (_, limit) in limits.items() if name not in workers and name != "model"}
+    assert others == {"${COHORT_MEMORY:-6g}"}
 
 
 def test_names_and_files_that_are_referred_to_exist():

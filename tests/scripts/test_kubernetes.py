@@ -7,6 +7,7 @@ code: ports with the configuration, grace periods with drain times, policies wit
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import re
 import stat
@@ -373,15 +374,22 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
-def passes(rules: list[dict[str, Any]], side: str, pod: dict[str, str], namespace: str, port: int) -> bool:
+def matches(peer: dict[str, Any], pod: dict[str, str], namespace: str, address: str) -> bool:
+    if "ipBlock" in peer:
+        return bool(address) and ipaddress.ip_address(address) in ipaddress.ip_network(peer["ipBlock"]["cidr"])
+    if "namespaceSelector" in peer:
+        named = selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+        return named and selects(peer.get("podSelector", {}), pod)
+    return namespace == "cohort" and selects(peer["podSelector"], pod)
+
+
+def passes(
+    rules: list[dict[str, Any]], side: str, pod: dict[str, str], namespace: str, port: int, address: str = ""
+) -> bool:
+    """Whether rules admit a pod, or what is no pod at an `address`."""
     for rule in rules:
         peers = rule.get(side)
-        known = peers is None or any(
-            (selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace}))
-            if "namespaceSelector" in peer
-            else "podSelector" in peer and namespace == "cohort" and selects(peer["podSelector"], pod)
-            for peer in peers
-        )
+        known = peers is None or any(matches(peer, pod, namespace, address) for peer in peers)
         if known and (
             "ports" not in rule or any(each["port"] == port and each["protocol"] == "TCP" for each in rule["ports"])
         ):
@@ -423,6 +431,18 @@ def test_strangers_reach_the_api_and_prometheus_the_monitor(overlay: str):
     policies = of_kind(overlay, "NetworkPolicy").values()
     assert any(each["spec"]["podSelector"] == {} and not each["spec"].get("ingress") for each in policies)
     assert all(each["spec"]["policyTypes"] for each in policies)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_names_come_from_the_clusters_dns_alone(overlay: str):
+    policies = [each["spec"] for each in of_kind(overlay, "NetworkPolicy").values()]
+    for workload in workloads(overlay).values():
+        labels = pod_labels(workload)
+        out = [rule for each in policies if selects(each["podSelector"], labels) for rule in each.get("egress", ())]
+        assert passes(out, "to", {"k8s-app": "kube-dns"}, "kube-system", 53)
+        assert not passes(out, "to", {"k8s-app": "metrics-server"}, "kube-system", 53)
+        assert not passes(out, "to", {"k8s-app": "kube-dns"}, "elsewhere", 53)
+        assert passes(out, "to", {}, "", 53, "169.254.20.10") and not passes(out, "to", {}, "", 53, "8.8.8.8")
 
 
 # -- overlays --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from cohort.common.planning.settings import planner_settings
 from cohort.common.planning.shape import Shape, neighbours
 from cohort.common.types import Role
 from cohort.services.global_monitor.kubernetes_orders import orderable, stateful_sets
-from tests.kustomize import documents, pod_spec
+from tests.kustomize import documents, key, pod_spec, render
 from tests.scripts.test_kubernetes import (
     FOLDER,
+    GUIDE,
     OVERLAYS,
     WORKERS,
     configured,
@@ -84,8 +87,23 @@ def test_the_monitor_alone_may_leave_for_the_api_server():
         labels = pod_labels(workload)
         out = [rule for each in policies if selects(each["podSelector"], labels) for rule in each.get("egress", ())]
         for port in (443, 6443):
-            assert passes(out, "to", {}, "elsewhere", port) == (role == "global_monitor")
-        assert not passes(out, "to", {}, "elsewhere", 22)
+            assert not passes(out, "to", {}, "elsewhere", port) and not passes(out, "to", {}, "", port, "8.8.8.8")
+            for address in ("10.96.0.1", "172.18.0.2", "192.168.49.2", "fd00::1"):
+                assert passes(out, "to", {}, "", port, address) == (role == "global_monitor")
+        assert not passes(out, "to", {}, "", 22, "10.96.0.1")
+
+
+def test_an_overlay_names_the_api_servers_address(tmp_path: Path):
+    """By the patch of the guide."""
+    [patch] = re.findall(r"^patches:.*\n(?: .*\n)+", GUIDE, re.M)
+    overlay = tmp_path / "own"
+    overlay.mkdir()
+    planned = os.path.relpath(FOLDER / "overlays" / PLANNED, overlay)
+    (overlay / "kustomization.yaml").write_text(f"resources: [{planned}]\n{patch}")
+    [policy] = [each for each in render(overlay) if key(each) == ("NetworkPolicy", "api-server")]
+    out = policy["spec"]["egress"]
+    for port in (443, 6443):
+        assert passes(out, "to", {}, "", port, "10.1.2.3") and not passes(out, "to", {}, "", port, "10.1.2.4")
 
 
 def test_replicas_that_the_planner_says_are_not_in_the_manifests(tmp_path: Path):

@@ -6,7 +6,7 @@ run/<port>/             0700
   resolved.yaml         the configuration all processes read
   restart.json          which processes are to be restarted, until the launcher has read it
   *.sock                inboxes of the processes
-  logs/<instance>.log   output of each process; .1 is the run before
+  logs/<instance>.log   output of each process; .1 is what came before, of this run or the last
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.services.launcher.run_files import ProcessMark, RunFiles
+from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RunFiles
 
 pytestmark = pytest.mark.pipeline
 
@@ -70,6 +70,22 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_deadline(run, 
     assert not mark.alive
     said = capsys.readouterr().out
     assert "gateway did not end in time; killed" in said and "by hand" not in said
+
+
+async def test_the_launchers_own_logs_are_bounded_too(run, toys, files: RunFiles, monkeypatch):
+    """It shows the warnings of all: what floods theirs floods its own."""
+    monkeypatch.setattr("cohort.services.launcher.run_files.LOG_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("cohort.services.launcher.supervisor.REFRESH_INTERVAL_S", 0.01)
+    pipeline = run(toys(gateway="ready"))
+    await pipeline.until_ready()
+    logs = [files.log_file(name) for name in ("gateway", LAUNCHER_LOG, TEMPLATE_LOG)]
+    for log in logs:
+        with log.open("ab") as writer:
+            writer.write(b"x" * 1001)
+    async with asyncio.timeout(10):
+        while any(log.stat().st_size for log in logs):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert all(log.with_suffix(".log.1").stat().st_size >= 1001 for log in logs)
 
 
 async def test_helpers_of_a_killed_process_end_with_it(run, toys, files: RunFiles):

@@ -99,8 +99,8 @@ class Session:
     lease: Lease | None
     endpoint: Endpoint
     api_request: ApiRequest
-    charged_tokens: int | None = None
-    """Completion tokens that an earlier gateway charged together with the prompt; None: none has charged anything."""
+    charged_tokens: int = 0
+    """Tokens that earlier gateways charged, the prompt's first."""
     client_may_be_ahead: bool = False
     """Whether the client may have seen more than an earlier gateway could write to the database."""
     rendered_tokens: int = 0
@@ -116,7 +116,8 @@ class Session:
     def used(self) -> tuple[int, int]:
         prompt, completion = self.answering.used()
         completion = max(completion, self.rendered_tokens)
-        return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
+        of_prompt = min(prompt, self.charged_tokens)
+        return prompt - of_prompt, max(0, completion - (self.charged_tokens - of_prompt))
 
 
 def check_resumable(header: str, call: Call) -> None:

@@ -25,8 +25,9 @@ from cohort.common.sqlite_file import opened, transaction
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.generation.delta import Delta, StreamKind
 
-VERSION = 2
-"""1 knew only chunks; its tables are the same."""
+VERSION = 3
+_UPGRADES = {1: "", 2: "UPDATE streams SET charged = charged << 40"}
+"""1 knew only chunks; 2 had a flag in `charged`: 1 becomes more tokens than any stream has."""
 ROW_BYTES = 1024
 """Bytes counted for each stream besides its content."""
 GONE_S = 3600.0
@@ -95,12 +96,12 @@ class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Stream that a gateway claimed to resume it. `charged`: the output so far is charged to its API key."""
+    """Stream that a gateway claimed to resume it. `charged`: tokens, prompt and output, that its API key has paid."""
 
     record: StreamRecord
     stored_deltas: dict[int, Delta]
     ending: Ending | None
-    charged: bool
+    charged: int
 
 
 def digest_of(token: str) -> str:
@@ -116,7 +117,7 @@ class ResumeStore:
         """Open or create, mode 0600. Raises `ConfigError` for another version, `sqlite3.Error` or `OSError`."""
         private_folder(path.parent)
         # No `gives_back`: its bookkeeping would cost every token's write.
-        self._db = opened(path, f"state.folder: {path}", VERSION, _SCHEMA, {1: ""}, overwrites=True)
+        self._db = opened(path, f"state.folder: {path}", VERSION, _SCHEMA, _UPGRADES, overwrites=True)
 
     def close(self) -> None:
         self._db.close()
@@ -173,18 +174,18 @@ class ResumeStore:
     def end(self, token: str, holder: str, ending: Ending, expires_s: float) -> bool:
         """Move an open stream to done. Return False if another gateway has it."""
         self._db.execute(
-            "UPDATE streams SET state = 'done', ending = ?, expires_s = ?, charged = 1 "
+            "UPDATE streams SET state = 'done', ending = ?, expires_s = ? "
             "WHERE token = ? AND holder = ? AND state = 'open'",
             (_encode(ending), expires_s, token, holder),
         )
         return not self._has_other_holder(token, holder)
 
-    def release(self, token: str, holder: str, expires_s: float) -> bool:
-        """Leave a stream open to the next gateway that claims it. Its output so far is charged."""
+    def release(self, token: str, holder: str, expires_s: float, charged: int) -> bool:
+        """Leave a stream open to the next gateway that claims it. All gateways so far charge `charged` tokens."""
         updated = self._db.execute(
-            "UPDATE streams SET holder = '', charged = 1, expires_s = ? "
+            "UPDATE streams SET holder = '', charged = ?, expires_s = ? "
             "WHERE token = ? AND holder = ? AND state = 'open'",
-            (expires_s, token, holder),
+            (charged, expires_s, token, holder),
         )
         return updated.rowcount == 1 or not self._has_other_holder(token, holder)
 
@@ -245,7 +246,7 @@ class ResumeStore:
             for each in _decode_deltas(data):
                 later = Delta(each.index, each.tokens, each.logprobs, each.finish)
                 deltas.setdefault(each.index, Delta(each.index)).merge(later)
-        return Claim(_decode_record(record), deltas, None if ending is None else _decode_ending(ending), bool(charged))
+        return Claim(_decode_record(record), deltas, None if ending is None else _decode_ending(ending), charged)
 
     def cancel(self, token: str, owner: str, now_s: float) -> bool:
         """Move a stream to gone for its client. Return False if this owner has none."""

@@ -282,7 +282,11 @@ class Resumption:
                     ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, expires_s))
             case "released":
-                return await self._journal.run(lambda store: store.release(digest, holder, expires_s))
+                used = session.used()
+                if session.lease is not None:  # a reader that still renders adds nothing to what is stored as charged
+                    session.lease.replace_usage_source(lambda: used)
+                charged = session.charged_tokens + sum(used)
+                return await self._journal.run(lambda store: store.release(digest, holder, expires_s, charged))
             case "discarded":
                 return await self._journal.run(lambda store: store.discard(digest, holder, now_s))
             case "taken_over":
@@ -472,7 +476,7 @@ class Resumption:
         answering = self._generator.new_answer(call, requests, generation, record.base_id, record.created_s, reserved)
         output_tokens = sum(len(delta.tokens) for delta in deltas.values())
         session = Session(token, digest_of(token), owner, resume_log, answering, requests, lease, endpoint, api_request)
-        session.charged_tokens = output_tokens if claim.charged else None  # None: not even the prompt is charged yet
+        session.charged_tokens = claim.charged
         session.journaled = session.token_announced = session.client_may_be_ahead = True  # if its disk failed
         self._hold_lease(session)
         self._sessions[session.digest] = session

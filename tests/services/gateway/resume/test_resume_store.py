@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import Attempt, FinishReason, Request, SamplingParams
 from cohort.services.gateway.generation.delta import Delta
+from cohort.services.gateway.resume.resume_session import ResumeLog, Session
 from cohort.services.gateway.resume.resume_store import Claim, Ending, ResumeStore, StreamRecord, encoded
+from tests.examples import examples
 
 LATER_S = 100.0
 
@@ -31,6 +38,14 @@ def said(*tokens: int, finish: FinishReason | None = None) -> bytes:
     return encoded([Delta(0, list(tokens), [TokenLogprob(-0.5, [], []) for _ in tokens], finish)])
 
 
+def session_of(claimed: Claim, prompt: int, completion: int) -> Session:
+    """Return a session that goes on with a claim and has used as many tokens in all."""
+    session = Session("t", "t", "alice", ResumeLog(), *[None] * 5)  # type: ignore[arg-type]
+    session.answering = SimpleNamespace(used=lambda: (prompt, completion))  # type: ignore[assignment]
+    session.charged_tokens = claimed.charged
+    return session
+
+
 def test_what_was_appended_is_there_for_another_process(tmp_path: Path) -> None:
     store = ResumeStore(tmp_path / "streams.sqlite3")
     assert add(store, "t")
@@ -51,10 +66,10 @@ def test_only_one_gateway_has_a_stream(tmp_path: Path) -> None:
     assert first.append("A", [("t", said(4))]) == {"t": True}
     assert second.append("B", [("t", said(4))]) == {}
     assert not first.end("t", "A", Ending([0]), LATER_S), "not its to charge"
-    assert not first.release("t", "A", LATER_S) and not first.discard("t", "A", 1.0)
+    assert not first.release("t", "A", LATER_S, 4) and not first.discard("t", "A", 1.0)
     assert second.end("t", "B", Ending([0], "late", 504, "timeout_error"), LATER_S)
     claimed = claim(first, "t", "A")
-    assert isinstance(claimed, Claim) and claimed.stored_deltas[0].tokens == [4] and claimed.charged
+    assert isinstance(claimed, Claim) and claimed.stored_deltas[0].tokens == [4]
     assert claimed.ending is not None and claimed.ending.error is not None and claimed.ending.error.status == 504
     assert second.append("B", [("t", said(5))]) == {"t": False}, "it is over"
 
@@ -76,10 +91,48 @@ def test_a_stream_that_is_left_says_what_was_charged(tmp_path: Path) -> None:
     store = ResumeStore(tmp_path / "streams.sqlite3")
     add(store, "t")
     store.append("A", [("t", said(4))])
-    assert store.release("t", "A", LATER_S)
+    assert store.release("t", "A", LATER_S, 4)
     assert store.append("A", [("t", said(5))]) == {"t": True}
     claimed = claim(store, "t", "B")
-    assert isinstance(claimed, Claim) and claimed.charged and claimed.stored_deltas[0].tokens == [4]
+    assert isinstance(claimed, Claim) and claimed.charged == 4 and claimed.stored_deltas[0].tokens == [4]
+
+
+@settings(max_examples=examples(1))
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=6), st.integers(0, 5))
+def test_every_token_is_charged_once_whichever_gateways_are_killed(
+    prompt: int, gateways: list[tuple[int, bool]], last: int
+) -> None:
+    """Each gateway generates some tokens, then releases the stream or is killed; the last one ends it."""
+    with TemporaryDirectory() as folder:
+        store, holder, paid = ResumeStore(Path(folder) / "streams.sqlite3"), "A", 0
+        add(store, "t")
+        for number, (count, is_killed) in enumerate([*gateways, (last, False)]):
+            claimed = claim(store, "t", holder := f"gateway {number}")
+            assert isinstance(claimed, Claim)
+            earlier = len(claimed.stored_deltas[0].tokens) if claimed.stored_deltas else 0
+            session = session_of(claimed, prompt, earlier + count)
+            if count:
+                store.append(holder, [("t", said(*range(count)))])
+            if not is_killed:
+                used = session.used()
+                paid += sum(used)
+                store.release("t", holder, LATER_S, session.charged_tokens + sum(used))
+        store.close()
+    assert paid == prompt + sum(count for count, _ in gateways) + last
+
+
+def test_an_older_database_is_charged_no_more(tmp_path: Path) -> None:
+    """It knew only that what it had was charged, not how much that was."""
+    store = ResumeStore(tmp_path / "streams.sqlite3")
+    for token, charged in (("t", 1), ("u", 0)):
+        add(store, token)
+        store._db.execute("UPDATE streams SET charged = ? WHERE token = ?", (charged, token))
+    store._db.execute("PRAGMA user_version = 2")
+    store.close()
+    store = ResumeStore(tmp_path / "streams.sqlite3")
+    claims = [claim(store, token, "B") for token in ("t", "u")]
+    used = [session_of(each, 7, 1000).used() for each in claims if isinstance(each, Claim)]
+    assert used == [(0, 0), (7, 1000)]
 
 
 def test_bounds_and_owners(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ port grant a key's limits together (`key_shared.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
@@ -44,6 +44,8 @@ from cohort.services.gateway.keys.usage import UsageBook
 USAGE_PATH = "/v1/usage"
 _NO_GENERATION = ("/v1/files", "/v1/batches")
 """Paths that generate nothing by themselves."""
+_STORES = ("/v1/responses", "/v1/streams", *_NO_GENERATION)
+"""Paths below which a GET reads what a request left: it counts in the key's minute."""
 _DEFAULT_DAYS = 30
 SLO_KEYS = 100
 """Keys with series of their own in cohort_key_slo_requests_total: each has up to twelve."""
@@ -144,6 +146,8 @@ class Tenants:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             key = request.get(KEY)
             if key is None or not _generates(request):
+                if key is not None and _reads_store(request):
+                    self._count_read(key, self._class_of(request))
                 return await handler(request)
             lease = request[LEASE] = self._lease(key, self._class_of(request))
             error: BaseException | None = None
@@ -192,6 +196,7 @@ class Tenants:
         key = self._keyring.of_owner(owner)
         if key is None:
             return None
+        self.budget(key, traffic_class).read(self._clock.now_s(), -1)  # the lease counts it again
         lease = self._lease(key, traffic_class)
         lease.keep_open()
         lease.on_release(lambda: self._end(key, lease, None))
@@ -217,6 +222,13 @@ class Tenants:
         self._metrics.open(key.name).inc()
         lease.on_slo_result = lambda each, outcomes: self._judge(key, each, outcomes)
         return lease
+
+    def _count_read(self, key: Key, traffic_class: TrafficClass) -> None:
+        try:
+            self.budget(key, traffic_class).read(self._clock.now_s())
+        except KeyLimited:
+            self._count(key, traffic_class, Amounts(refused=1))
+            raise
 
     def _judge(self, key: Key, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:
         self._metrics.judged(key.name, traffic_class, outcomes)
@@ -274,5 +286,14 @@ def _generates(request: web.Request) -> bool:
         request.method == "POST"
         and path.startswith("/v1/")
         and request.match_info.http_exception is None
-        and not any(path == each or path.startswith(f"{each}/") for each in _NO_GENERATION)
+        and not _is_below(path, _NO_GENERATION)
     )
+
+
+def _reads_store(request: web.Request) -> bool:
+    found = request.match_info.http_exception is None
+    return request.method in ("GET", "HEAD") and found and _is_below(request.path, _STORES)
+
+
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    return any(path == each or path.startswith(f"{each}/") for each in roots)

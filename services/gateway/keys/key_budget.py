@@ -1,5 +1,6 @@
 """What one API key may use, as one class: requests and tokens a minute, tokens a day, requests open at once.
 
+    reads a store   `read`     one of the minute's requests, nothing else
     arrives         `enter`    before its body is read: every limit has something left, or 429
     is tokenised    `reserve`  its prompt, and what its answer may have, are taken from the tokens
     has ended       `settle`   what it did not use is given back, what it used beyond is taken after all
@@ -132,16 +133,26 @@ class KeyBudget:
             )
             error.again_s = 0.0  # any of them may end now
             raise error
-        if limits.requests_per_minute and (wait_s := self.requests.wait_s(now_s, 1)):
-            raise self._spent("requests_per_minute", limits.requests_per_minute, "none is left", wait_s)
+        self._check_requests(now_s)
         if limits.tokens_per_day and self.day.level(wall_s) < 1:
             raise self._spent("tokens_per_day", limits.tokens_per_day, "none is left", self.day.wait_s(wall_s))
         if limits.tokens_per_minute and (wait_s := self.tokens.wait_s(now_s, 1)):
             raise self._spent("tokens_per_minute", limits.tokens_per_minute, "none is left", wait_s)
 
+    def _check_requests(self, now_s: float) -> None:
+        most = self.limits.requests_per_minute
+        if most and (wait_s := self.requests.wait_s(now_s, 1)):
+            raise self._spent("requests_per_minute", most, "none is left", wait_s)
+
     def admit(self, now_s: float, wall_s: float) -> None:
         self.check(now_s, wall_s)
         self.enter(now_s)
+
+    def read(self, now_s: float, count: int = 1) -> None:
+        """Count a request that only reads what is stored; -1 gives it back. Raises `KeyLimited`."""
+        if count > 0:
+            self._check_requests(now_s)
+        self.requests.take(now_s, count)
 
     def enter(self, now_s: float) -> None:
         """Count one more open request; called after `check`."""

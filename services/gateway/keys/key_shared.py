@@ -52,6 +52,10 @@ class SharedKeyBudget(KeyBudget):
             self._check(record, now_s, wall_s)
             super().enter(now_s)
 
+    def read(self, now_s: float, count: int = 1) -> None:
+        with self._changing(now_s):
+            super().read(now_s, count)
+
     def enter(self, now_s: float) -> None:
         with self._changing(now_s):
             super().enter(now_s)

@@ -174,6 +174,33 @@ async def test_requests_beyond_the_minute_are_refused_and_told_when(open_site: O
         assert "key-" not in metrics and "ck_" not in metrics
 
 
+READS = ["responses/none", "responses/none/input_items", "files", "files/none/content", "batches/none", "streams/none"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_read_of_what_is_stored_is_one_of_the_minutes_requests(
+    open_site: OpenSite, key_file: Path, processes: int
+) -> None:
+    """And of nothing else: a key whose tokens or open requests are spent may read what they made."""
+    own = OwnLimits(requests_per_minute=len(READS) + 1, tokens_per_day=1, concurrent_requests=1)
+    alice = add(key_file, "alice", rt=own)
+    async with open_site(keys=of(key_file), processes=processes) as site:
+        budget_of(site, "alice").admit(site.gateway._context.clock.now_s(), site.gateway._context.clock.wall_s())
+        budget_of(site, "alice").day.used = 1
+        for left, path in zip(reversed(range(len(READS))), READS, strict=True):
+            async with site.session.get(f"{site.url}/v1/{path}", headers=alice) as response:
+                assert response.status == (200 if path == "files" else 404), path
+                assert response.headers["x-ratelimit-remaining-requests"] == str(left)
+        for path in READS:
+            async with site.session.get(f"{site.url}/v1/{path}", headers=alice) as response:
+                assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
+        for path in ("models", "usage"):
+            assert (await site.get(f"/v1/{path}", headers=alice))[0] == 200
+        [row] = await usage(site, alice)
+        assert (row["requests"], row["refused"]) == (0, len(READS))
+        assert budget_of(site, "alice").open == 1
+
+
 LARGE = b'{"prompt": "' + b"x " * 5_000_000 + b'"}'
 
 

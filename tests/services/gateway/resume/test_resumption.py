@@ -511,6 +511,20 @@ async def test_a_stream_that_is_left_to_the_next_gateway_is_charged_once(open_si
         assert row["completion_tokens"] == told["completion_tokens"]
 
 
+async def test_a_resumption_is_one_request_at_whichever_gateway(open_site: OpenSite, tmp_path: Path) -> None:
+    file = tmp_path / "keys" / "keys.json"
+    alice = add(file, "alice", rt=OwnLimits(requests_per_minute=3))
+    keys = {"file": str(file)}
+    async with open_site(step_s=STEP_S, keys=keys) as first:
+        read = Read()
+        await some(first, read, 2, "/v1/completions", PROMPT, **alice)
+        await some(first, read, 2, f"/v1/streams/{read.token}", **alice)
+        assert int(budget_of(first, "alice").requests.level(first.context.clock.now_s())) == 1
+        async with open_site(step_s=STEP_S, keys=keys, instance="other") as second:
+            await rest(second, read, **alice)
+            assert read.done and int(budget_of(second, "alice").requests.level(second.context.clock.now_s())) == 2
+
+
 async def test_a_stream_without_a_reader_counts_as_open(open_site: OpenSite, tmp_path: Path) -> None:
     file = tmp_path / "keys" / "keys.json"
     alice = add(file, "alice", rt=OwnLimits(concurrent_requests=1))

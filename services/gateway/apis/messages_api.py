@@ -19,7 +19,7 @@ from cohort.services.gateway.apis.messages_api_events import Event, MessageWrite
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import StreamKind
-from cohort.services.gateway.generation.generator import ApiRequest, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Body, Generator
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_error, renamed
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import named
@@ -76,8 +76,8 @@ class MessagesApi:
 
         return await parser.read(data, read, chat=True)
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
-        return _MessagesRequest(await self._parse(data, headers, _decoder))
+    async def read(self, body: Body, headers: Mapping[str, str]) -> ApiRequest:
+        return _MessagesRequest(await self._parse(body.data, headers, _decoder))
 
 
 class _MessagesRequest(ApiRequest):

@@ -19,7 +19,7 @@ from cohort.services.gateway.batches.batch_lines import LineAnswer
 from cohort.services.gateway.generation.answering import Answering, Mean, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import Caller, StreamKind
-from cohort.services.gateway.generation.generator import ApiRequest, Endpoint, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Body, Endpoint, Generator
 from cohort.services.gateway.generation.openai_shapes import Answer, Scores
 from cohort.services.gateway.generation.tool_calls import CallDelta, whole_calls
 from cohort.services.gateway.http.error_shapes import error_body
@@ -51,7 +51,7 @@ class OpenAiApi:
     async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
         """Answer a batch's line as if posted: best effort, after all online requests. Raises `RequestError`."""
         generator = self._generator
-        api_request = await (self._chats if chat else self._completions).read(data, _BATCH_HEADERS, caller.owner)
+        api_request = await (self._chats if chat else self._completions).read(Body(data, caller), _BATCH_HEADERS)
         if api_request.call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
         answering = await generator.begin(dataclasses.replace(api_request.call, online=False), len(data), caller)
@@ -73,9 +73,9 @@ class _Chunks:
         self._parser = generator.parser
         self.chat = chat
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
+    async def read(self, body: Body, headers: Mapping[str, str]) -> ApiRequest:
         parse = self._parser.chat if self.chat else self._parser.completion
-        return _CompletionRequest(await self._parser.read(data, lambda body: parse(body, headers), chat=self.chat))
+        return _CompletionRequest(await self._parser.read(body.data, lambda data: parse(data, headers), chat=self.chat))
 
 
 class _CompletionRequest(ApiRequest):

@@ -17,14 +17,21 @@ from aiohttp import web
 
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
-from cohort.services.gateway.apis.responses_api_bodies import NAMES, InputItem, ResponsesBody, chat_of, items_of
+from cohort.services.gateway.apis.responses_api_bodies import (
+    NAMES,
+    InputItem,
+    ResponsesBody,
+    chat_of,
+    items_of,
+    without_oldest,
+)
 from cohort.services.gateway.apis.responses_api_events import Event, ResponseObject, ResponseWriter, pending_response
 from cohort.services.gateway.apis.responses_api_store import StoredResponse
 from cohort.services.gateway.apis.responses_archive import ResponseArchive
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import StreamKind
-from cohort.services.gateway.generation.generator import ApiRequest, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, Body, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
@@ -68,6 +75,12 @@ class _ResponsesRequest(ApiRequest):
     answer_stored: bool | None = None
     storing: asyncio.Task[bool] | None = None
     """Task that keeps the response, started by whoever reaches the end first."""
+
+    def accepted(self, call: Call) -> None:
+        """Drop what truncation has dropped from what is kept, and the texts of the body."""
+        self.items = without_oldest(self.items, len(self.call.messages) - len(call.messages))
+        self.body = msgspec.structs.replace(self.body, input="")
+        super().accepted(call)
 
     def parse_context(self) -> bytes:
         return _encode(self.items)
@@ -126,12 +139,12 @@ class ResponsesApi:
         except RequestError as error:
             raise renamed(error, NAMES) from error
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
-        """Parse a body; `parse_context` has the items as first read, as earlier responses may be gone."""
-        parser = self._generator.parser
+    async def read(self, sent: Body, headers: Mapping[str, str]) -> ApiRequest:
+        """Parse a body; its context has the items as first read, as earlier responses may be gone."""
+        parser, data, owner = self._generator.parser, sent.data, sent.caller.owner
 
         def again() -> _ResponsesRequest:
-            body, items = _decoder.decode(data), _items_decoder.decode(parse_context)
+            body, items = _decoder.decode(data), _items_decoder.decode(sent.parse_context)
             return _ResponsesRequest(self._call(body, items, headers), api=self, owner=owner, body=body, items=items)
 
         def read(data: bytes) -> tuple[ResponsesBody, list[InputItem]]:
@@ -140,21 +153,32 @@ class ResponsesApi:
             check_model(body.model, parser.served.card)
             return body, items_of(body)
 
-        if parse_context:
+        if sent.parse_context:
             return await asyncio.to_thread(again)
         body, own = await parser.read(data, read, chat=True)
         if body.store and not self.archive.enabled:
             raise RequestError("store: this server keeps no responses (responses.storage_bytes is 0).", param="store")
         before: list[InputItem] = []
         if body.previous_response_id is not None:
-            before = await self.archive.conversation(known_id(body.previous_response_id), owner)
+            before = await self.archive.conversation(known_id(body.previous_response_id), owner, sent.take)
         items = [*before, *own]
 
         def call(_: bytes = b"") -> Call:
+            if before and body.truncation != "auto":
+                self._refuse_too_long(items)
             return self._call(body, items, headers)
 
         made = await (asyncio.to_thread(call) if before else parser.read(data, call, chat=True))
         return _ResponsesRequest(made, api=self, owner=owner, body=body, items=items)
+
+    def _refuse_too_long(self, items: list[InputItem]) -> None:
+        most = self._generator.config.max_body_bytes
+        if (size := len(_encode(items))) > most:
+            raise RequestError(
+                f"previous_response_id: its conversation and this input are {size} bytes of JSON, but {most} may be "
+                'kept (gateway.max_body_bytes). Begin a new one, or drop its oldest turns by truncation: "auto".',
+                param="previous_response_id",
+            )
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
         call = self._generator.parser.chat_call(chat_of(body, items), headers)
@@ -175,10 +199,11 @@ class ResponsesApi:
     async def _store(self, api_request: _ResponsesRequest, response: ResponseObject) -> bool:
         if not response.store:
             return False
-        owner, context = api_request.owner, api_request.parse_context()
-        row = StoredResponse(response.id, owner, response.created_at, _encode(response), context)
+        items = [(item.id or "", _encode(item)) for item in api_request.items]
+        row = StoredResponse(response.id, api_request.owner, response.created_at, _encode(response), items)
+        fits = sum(len(data) for _, data in items) <= self._generator.config.max_body_bytes
         try:
-            if await self.archive.add(row):
+            if fits and await self.archive.add(row):
                 return True
         except Exception:  # a defect of ours: the answer is there all the same
             self._generator.context.log.exception("a response could not be kept")
@@ -189,8 +214,9 @@ class ResponsesApi:
     async def retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false") != "false":
             raise RequestError("stream: only the answers of background requests are streamed again.", param="stream")
-        row = await self.archive.get(known_id(request.match_info["id"]), request[OWNER])
-        return web.Response(body=row.response, content_type="application/json")
+        with self._generator.bodies.holding() as take:
+            answer = await self.archive.answer(known_id(request.match_info["id"]), request[OWNER], take)
+        return web.Response(body=answer, content_type="application/json")
 
     async def delete(self, request: web.Request) -> web.Response:
         response_id = known_id(request.match_info["id"])
@@ -203,20 +229,22 @@ class ResponsesApi:
         limit, order = limit_of(query, default=20, most=100), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError("order must be asc or desc.", param="order")
-        items = await self.archive.items(known_id(request.match_info["id"]), request[OWNER])
-        if order == "desc":
-            items.reverse()
-        if "after" in query:
-            ids = [item.id for item in items]
-            items = items[ids.index(query["after"]) + 1 :] if query["after"] in ids else []
-        data = items[:limit]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        page = InputItems("list", data, *ends, has_more=len(items) > limit)
-        return web.Response(body=_encode(page), content_type="application/json")
+        with self._generator.bodies.holding() as take:
+            data, more = await self.archive.items(
+                known_id(request.match_info["id"]),
+                request[OWNER],
+                take,
+                limit=limit,
+                after=query.get("after"),
+                newest_first=order == "desc",
+            )
+            ends = (data[0].id, data[-1].id) if data else (None, None)
+            body = _encode(InputItems("list", data, *ends, has_more=more))
+        return web.Response(body=body, content_type="application/json")
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Refuse: a response that is kept has ended."""
-        await self.archive.get(known_id(request.match_info["id"]), request[OWNER])
+        await self.archive.lengths(known_id(request.match_info["id"]), request[OWNER])
         raise RequestError("Only a response made in the background can be cancelled; background is not served here.")
 
 

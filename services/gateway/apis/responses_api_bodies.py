@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -279,19 +279,37 @@ def _part(part: ContentPart, where: str) -> str:
     return part.text
 
 
-def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
-    """Convert items. What the assistant wrote and called between two other items is one message."""
-    for ours, group in groupby(items, key=lambda item: item.type == "function_call" or item.role == "assistant"):
+def without_oldest(items: Sequence[InputItem], messages: int) -> list[InputItem]:
+    """Return the items without the oldest that are as many messages, those of the system at their head excepted."""
+    groups = list(_grouped(items))
+    head = len(list(takewhile(lambda group: group[0].role in ("system", "developer"), groups)))
+    return [item for group in (*groups[:head], *groups[head + messages :]) for item in group]
+
+
+def _grouped(items: Sequence[InputItem]) -> Iterator[list[InputItem]]:
+    """Return the items of each message. What the assistant wrote and called between two other items is one."""
+    for ours, group in groupby(items, key=_is_ours):
         if ours:
+            yield list(group)
+        else:
+            yield from ([item] for item in group)
+
+
+def _is_ours(item: InputItem) -> bool:
+    return item.type == "function_call" or item.role == "assistant"
+
+
+def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
+    for group in _grouped(items):
+        item = group[0]
+        if _is_ours(item):
             yield _turn(group)
-            continue
-        for item in group:
-            if item.type == "function_call_output":
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
-            else:
-                # Templates know `system`; a developer's words are to be followed in the same way.
-                role = "system" if item.role == "developer" else item.role
-                yield {"role": role, "content": _text(item.content or "", "input")}
+        elif item.type == "function_call_output":
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+        else:
+            # Templates know `system`; a developer's words are to be followed in the same way.
+            role = "system" if item.role == "developer" else item.role
+            yield {"role": role, "content": _text(item.content or "", "input")}
 
 
 def _turn(items: Iterable[InputItem]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The responses of a running gateway that are kept, behind a thread, swept once a minute.
 
-    add     after an answer is complete, before its client reads that it is; one that is not kept says `store: false`
-    items   of a conversation that a new request goes on with
-    get, delete, input items
+    add            after an answer is complete, before its client reads that it is; one that is not kept says
+                   `store: false`
+    conversation   that a new request goes on with
+    answer, page of items, lengths, delete
 
-Called by `responses_api.py`. Decides one thing: a database that cannot be used costs the kept responses (503), never an
-answer.
+Called by `responses_api.py`. Decides two things: what is read is first charged by its length to the budget of bodies
+(`request_bodies.py`), and a database that cannot be used costs the kept responses (503), never an answer.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from cohort.common.errors import RequestError
 from cohort.common.sqlite_file import OnThread, disk_refuses
 from cohort.services.gateway import bounds
 from cohort.services.gateway.apis.responses_api_bodies import InputItem
-from cohort.services.gateway.apis.responses_api_store import ResponseStore, StoredResponse
+from cohort.services.gateway.apis.responses_api_store import Lengths, ResponseStore, StoredResponse
 from cohort.services.gateway.batches.batch_sweeps import SweepGuard, since_boot_s
+from cohort.services.gateway.http.request_bodies import Take
 from cohort.services.gateway.http.service_headers import printable
 
 SWEEP_S = 60.0
@@ -41,7 +43,7 @@ class _Answered(msgspec.Struct):
     output: list[InputItem]
 
 
-_items = msgspec.json.Decoder(list[InputItem])
+_item = msgspec.json.Decoder(InputItem)
 _answered = msgspec.json.Decoder(_Answered)
 
 
@@ -81,31 +83,40 @@ class ResponseArchive:
         except RequestError:
             return False
 
-    async def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Return a response. Raises a 404 `RequestError`."""
-        row = await self._run(lambda store: store.get(response_id, owner, self._clock.wall_s()))
-        if row is None:
-            raise _unknown(response_id, "response_id")
-        return row
+    async def lengths(self, response_id: str, owner: str, param: str = "response_id") -> Lengths:
+        """Return how long a response is. Raises a 404 `RequestError` that names `param`."""
+        now_s = self._clock.wall_s()
+        return _known(await self._run(lambda store: store.lengths(response_id, owner, now_s)), response_id, param)
+
+    async def answer(self, response_id: str, owner: str, take: Take) -> bytes:
+        """Return a response as it was answered. Raises a 404 `RequestError`, or a 429 of `take`."""
+        take((await self.lengths(response_id, owner)).response)
+        now_s = self._clock.wall_s()
+        return _known(await self._run(lambda store: store.answer(response_id, owner, now_s)), response_id)
 
     async def delete(self, response_id: str, owner: str) -> None:
         """Delete a response. Raises a 404 `RequestError`."""
-        if not await self._run(lambda store: store.delete(response_id, owner, self._clock.wall_s())):
-            raise _unknown(response_id, "response_id")
+        found = await self._run(lambda store: store.delete(response_id, owner, self._clock.wall_s()))
+        _known(found or None, response_id)
 
-    async def items(self, response_id: str, owner: str) -> list[InputItem]:
-        """Return what the response was made from. Raises a 404 `RequestError`."""
-        items = await self._run(lambda store: _read_items(store, response_id, owner, self._clock.wall_s()))
-        if items is None:
-            raise _unknown(response_id, "response_id")
-        return items[0]
+    async def items(
+        self, response_id: str, owner: str, take: Take, *, limit: int, after: str | None, newest_first: bool
+    ) -> tuple[list[InputItem], bool]:
+        """Return a page of what the response was made from, and whether more follows. Raises as `answer`."""
+        now_s = self._clock.wall_s()
+        find = functools.partial(ResponseStore.page, limit=limit, after=after, newest_first=newest_first)
+        page = _known(await self._run(lambda store: find(store, response_id, owner, now_s)), response_id)
+        take(page.bytes)
+        items = await self._run(lambda store: [_item.decode(data) for data in store.items(page)])
+        return items[::-1] if newest_first else items, page.more
 
-    async def conversation(self, response_id: str, owner: str) -> list[InputItem]:
-        """Return what the response was made from, and its output. Raises a 404 `RequestError`."""
-        items = await self._run(lambda store: _read_items(store, response_id, owner, self._clock.wall_s()))
-        if items is None:
-            raise _unknown(response_id, "previous_response_id")
-        return [*items[0], *items[1]]
+    async def conversation(self, response_id: str, owner: str, take: Take) -> list[InputItem]:
+        """Return what the response was made from, and its output. Raises as `answer`."""
+        param, now_s = "previous_response_id", self._clock.wall_s()
+        take((await self.lengths(response_id, owner, param)).all)
+        return _known(
+            await self._run(lambda store: _conversation(store, response_id, owner, now_s)), response_id, param
+        )
 
     async def _run(self, work: Callable[[ResponseStore], T]) -> T:
         store = self._store
@@ -157,13 +168,15 @@ class ResponseArchive:
             await asyncio.sleep(SWEEP_S)
 
 
-def _read_items(
-    store: ResponseStore, response_id: str, owner: str, now_s: float
-) -> tuple[list[InputItem], list[InputItem]] | None:
+def _conversation(store: ResponseStore, response_id: str, owner: str, now_s: float) -> list[InputItem] | None:
     """Return a response's items and output, decoded on the store's thread, as a conversation may be long."""
     row = store.get(response_id, owner, now_s)
-    return None if row is None else (_items.decode(row.items), _answered.decode(row.response).output)
+    if row is None:
+        return None
+    return [*(_item.decode(data) for _, data in row.items), *_answered.decode(row.response).output]
 
 
-def _unknown(response_id: str, param: str) -> RequestError:
-    return RequestError(f"There is no response {printable(response_id)!r}.", status=404, param=param)
+def _known(found: T | None, response_id: str, param: str = "response_id") -> T:
+    if found is None:
+        raise RequestError(f"There is no response {printable(response_id)!r}.", status=404, param=param)
+    return found

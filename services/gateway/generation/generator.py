@@ -38,7 +38,7 @@ from cohort.services.gateway.generation.preparation import RequestBudget, Reserv
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.tool_calls import ToolParser, stable_id
-from cohort.services.gateway.http.request_bodies import RequestBodies
+from cohort.services.gateway.http.request_bodies import RequestBodies, Take
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.http.sse import EventStream, Outbox
 from cohort.services.gateway.keys.key_lease import LEASE, Lease
@@ -63,10 +63,13 @@ class GatewayContext:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Body of an HTTP request, whose bytes count as in flight (`request_bodies.py`), and its sender."""
+    """Body of an HTTP request, whose bytes count as in flight (`request_bodies.py`), and its sender. `take` counts what
+    is read beside it; `parse_context`, as `ApiRequest` gave it, is for a body that is parsed again."""
 
     data: bytes
     caller: Caller
+    take: Take = lambda _: None
+    parse_context: bytes = b""
 
 
 @dataclass
@@ -88,6 +91,10 @@ class ApiRequest(ABC):
     async def whole(self, answering: Answering) -> bytes:
         """Return the whole answer as JSON. Raises the `RequestError` with which a choice failed."""
 
+    def accepted(self, call: Call) -> None:
+        """Replace the call by the one that was offered, which may have lost its oldest turns."""
+        self.call = call
+
     def parse_context(self) -> bytes:
         """Return data that `Endpoint.read` needs beside the body to parse the request again after a resume."""
         return b""
@@ -102,8 +109,8 @@ class Endpoint(Protocol):
     id_headers: Sequence[str]
     """Headers of a stream that carry the request's id."""
 
-    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, parse_context: bytes = b"") -> ApiRequest:
-        """Parse a body; `parse_context`: as `ApiRequest` gave it, to parse it again. Raises a 4xx `RequestError`."""
+    async def read(self, body: Body, headers: Mapping[str, str]) -> ApiRequest:
+        """Parse a body. Raises a 4xx `RequestError`."""
 
 
 class ResumableStreams(Protocol):
@@ -150,8 +157,9 @@ class Generator:
 
     async def _accept(self, endpoint: Endpoint, request: web.Request) -> tuple[ApiRequest, Answering]:
         async with self.arriving(request) as body:
-            api_request = await endpoint.read(body.data, request.headers, body.caller.owner)
+            api_request = await endpoint.read(body, request.headers)
             answering = await self.begin(api_request.call, len(body.data), body.caller)
+            api_request.accepted(answering.call)
         return api_request, answering
 
     def stream_to(
@@ -176,14 +184,15 @@ class Generator:
                 sent_by_client = request.headers.get(REQUEST_ID_HEADER) == http_id  # else the middleware made it
                 client_id = http_id if sent_by_client and _PLAIN_ID.fullmatch(http_id) else ""
                 caller = Caller(owner, client_id, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
-                yield Body(data, caller)
+                with self.bodies.holding() as take:
+                    yield Body(data, caller, take)
         except RequestError as error:
             self._count_rejection(error)
             raise
 
     async def count(self, call: Call) -> int:
         """Count the tokens of a chat's prompt. Raises `RequestError` for more than `max_request_work` tokens."""
-        [tokens] = await self._tokenize(call, self.config.max_request_work)  # it counts units; a token is one
+        [tokens], _ = await self._tokenize(call, self.config.max_request_work)  # it counts units; a token is one
         return len(tokens)
 
     def release(self, answering: Answering, reason: str = "the client went away") -> None:
@@ -205,7 +214,8 @@ class Generator:
             caller.arrived_s, trace=caller.trace, on_slo_result=caller.lease.on_slo_result if caller.lease else None
         )
         began_s = clock.now_s()
-        prompts = await self._tokenize(call, self.served.max_model_len())
+        prompts, messages = await self._tokenize(call, self.served.max_model_len())
+        call = dataclasses.replace(call, messages=messages)
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
         token_limits = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
@@ -313,21 +323,24 @@ class Generator:
         )
         return Choice(detokenizer, stops, min_tokens=call.min_tokens, logprobs=call.sampling.logprobs >= 0)
 
-    async def _tokenize(self, call: Call, limit: int) -> list[list[int]]:
+    async def _tokenize(self, call: Call, limit: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """Return the tokens of each prompt, and a chat's messages without the turns that truncation drops."""
         try:
             if call.chat:
-                return [await self._tokenize_chat(call, limit)]
+                tokens, messages = await self._tokenize_chat(call, limit)
+                return [tokens], messages
             texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
             encoded = iter(await self._tokenizer.encode_all(texts, special_tokens=call.add_special_tokens, limit=limit))
-            return [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+            prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+            return prompts, call.messages
         except UnicodeEncodeError as error:
             raise RequestError(
                 "The prompt contains an unpaired surrogate, which is no character.",
                 param="messages" if call.chat else "prompt",
             ) from error
 
-    async def _tokenize_chat(self, call: Call, limit: int) -> list[int]:
-        async def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    async def _tokenize_chat(self, call: Call, limit: int) -> tuple[list[int], list[dict[str, Any]]]:
+        async def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
             return await self._tokenizer.encode_chat(
                 messages,
                 add_generation_prompt=call.add_generation_prompt,
@@ -336,7 +349,7 @@ class Generator:
             )
 
         if not call.truncates:
-            return await encode(call.messages)
+            return await encode(call.messages), call.messages
         return await latest_turns(call.messages, limit - (call.max_tokens or 1), encode)
 
     def _echo(self, call: Call, which: int, tokens: list[int]) -> str:

@@ -2,8 +2,9 @@
 
     415 Content-Encoding, or no JSON     413 longer than one may be     408 too slow     429 too much in flight
 
-Called by `generator.py`, and by aiohttp for what headers decide. A body counts from its first byte until its request is
-accepted or refused, as its text lies in memory till then. Never parses.
+Called by `generator.py`, by `responses_api.py` for what it reads from its store, and by aiohttp for what headers
+decide. A body counts from its first byte until its request is accepted or refused, as its text lies in memory till
+then; so does what the request names in a store. Never parses.
 
 `refuse_shape` comes before every decoder: a megabyte of empty lists becomes half a million objects, a hundred
 milliseconds and a hundred megabytes. So bytes outside of strings are counted, at memory speed: a slice at a time,
@@ -14,8 +15,8 @@ decoder, which stops at the first fault.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
@@ -91,9 +92,8 @@ def _check_type(request: web.Request) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Held:
-    bytes: int = 0
+Take = Callable[[int], None]
+"""Function that counts bytes as in flight before they are read. Raises a 429 `RequestError` beyond the budget."""
 
 
 def most_in_flight(config: GatewayConfig) -> int:
@@ -111,13 +111,25 @@ class RequestBodies:
         """Read the body, which counts as in flight until the block ends. Raises `RequestError` as the module says."""
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise self._too_large()
-        held = _Held()
-        try:
-            yield await self._read(request, held)
-        finally:
-            self.in_flight_bytes -= held.bytes
+        with self.holding() as take:
+            yield await self._read(request, take)
 
-    async def _read(self, request: web.Request, held: _Held) -> bytes:
+    @contextmanager
+    def holding(self) -> Iterator[Take]:
+        """Yield a function that counts bytes as in flight until the block ends."""
+        held = 0
+
+        def take(count: int) -> None:
+            nonlocal held
+            self._take(count)
+            held += count
+
+        try:
+            yield take
+        finally:
+            self.in_flight_bytes -= held
+
+    async def _read(self, request: web.Request, take: Take) -> bytes:
         content, loop = request.content, asyncio.get_running_loop()
         idle_s, whole_s = bounds.BOUNDS.body_idle_s, bounds.BOUNDS.body_whole_s
         ends_s = loop.time() + whole_s
@@ -125,7 +137,9 @@ class RequestBodies:
         try:
             async with asyncio.timeout_at(min(loop.time() + idle_s, ends_s)) as deadline:
                 while chunk := await content.readany():
-                    self._take(held, len(chunk))
+                    if len(body) + len(chunk) > self._config.max_body_bytes:
+                        raise self._too_large()
+                    take(len(chunk))
                     body += chunk
                     deadline.reschedule(min(loop.time() + idle_s, ends_s))
         except TimeoutError as error:
@@ -136,10 +150,7 @@ class RequestBodies:
             raise RequestError(f"The body cannot be read: {error}") from error
         return bytes(body)
 
-    def _take(self, held: _Held, count: int) -> None:
-        """Count `count` more bytes of a body."""
-        if held.bytes + count > self._config.max_body_bytes:
-            raise self._too_large()
+    def _take(self, count: int) -> None:
         if self.in_flight_bytes + count > (most := most_in_flight(self._config)):
             raise RequestError(
                 f"{self.in_flight_bytes} bytes of other requests are being read, of {most}{self._config.of_all} "
@@ -148,7 +159,6 @@ class RequestBodies:
                 type_="rate_limit_error",
                 retry_after_s=RETRY_S,
             )
-        held.bytes += count
         self.in_flight_bytes += count
 
     def _too_large(self) -> RequestError:

@@ -31,8 +31,8 @@ from cohort.common.machines.events import Offered
 from cohort.common.types import TrafficClass
 from cohort.services.gateway import bounds
 from cohort.services.gateway.generation.answering import Answering, Nowhere, Writer
-from cohort.services.gateway.generation.delta import GatewayTimes, Generation
-from cohort.services.gateway.generation.generator import ApiRequest, Endpoint, Generator
+from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation
+from cohort.services.gateway.generation.generator import ApiRequest, Body, Endpoint, Generator
 from cohort.services.gateway.http.service_headers import (
     CLASS_HEADER,
     IF_LATE_HEADER,
@@ -107,9 +107,10 @@ class Resumption:
     async def _accept(self, endpoint: Endpoint, request: web.Request) -> tuple[Session, Writer]:
         resume_log, token = ResumeLog(), secrets.token_urlsafe(16)
         async with self._generator.arriving(request) as body:
-            api_request = await endpoint.read(body.data, request.headers, body.caller.owner)
+            api_request = await endpoint.read(body, request.headers)
             check_resumable(request.headers[RESUME_HEADER], api_request.call)
             answering = await self._generator.begin(api_request.call, len(body.data), body.caller, resume_log)
+            api_request.accepted(answering.call)
         caller, requests = body.caller, [entry.request for entry in answering.generation.entries]
         session = Session(
             token, digest_of(token), caller.owner, resume_log, answering, requests, caller.lease, endpoint, api_request
@@ -362,7 +363,8 @@ class Resumption:
         """Parse a stored request again. Raises `RequestError`."""
         record, ending = claim.record, claim.ending
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
-        api_request = await endpoint.read(record.body, record.headers, owner, parse_context=record.beside)
+        body = Body(record.body, Caller(owner, "", self._clock.now_s()), parse_context=record.beside)
+        api_request = await endpoint.read(body, record.headers)
         if ending is not None:
             api_request.completed_at, api_request.answer_stored = ending.completed_at, ending.kept  # as stored
         self._generator.budget.check(api_request.call)

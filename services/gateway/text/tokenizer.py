@@ -23,7 +23,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tokenizers
 
@@ -34,6 +34,7 @@ from cohort.services.gateway.text.template_process import ChatRenderer, Template
 # About two milliseconds of encoding; a thread switch costs a tenth of one.
 INLINE_CHARACTERS = 4096
 Messages = Sequence[Mapping[str, Any]]
+M = TypeVar("M", bound=Mapping[str, Any])
 # A window ending in this character may still be waiting for the rest of it …
 REPLACEMENT = "\ufffd"
 # … but a character has at most four bytes: after more tokens than that it is what the model meant.
@@ -362,34 +363,36 @@ _BYTE_OF = _byte_alphabet()
 
 
 async def latest_turns(
-    messages: Messages, most_tokens: int, encode: Callable[[Messages], Awaitable[list[int]]]
-) -> list[int]:
-    """Return the messages' tokens without the oldest turns, as few as bring them to `most_tokens`, found by bisection.
+    messages: Sequence[M], most_tokens: int, encode: Callable[[Sequence[M]], Awaitable[list[int]]]
+) -> tuple[list[int], list[M]]:
+    """Return the tokens without the oldest turns, as few as bring them to `most_tokens`, found by bisection, and the
+    messages that they are of.
     What precedes the first turn stays; a turn goes whole, from one user message to the next, so that no result lacks
     its call. Raises `PromptTooLong` if the last turn alone is too long."""
     head = len(list(takewhile(lambda message: message["role"] == "system", messages)))
     turns = [index for index in range(head, len(messages)) if messages[index]["role"] == "user"] or [head]
     turns[0] = head
 
-    async def from_turn(turn: int) -> list[int]:
-        return await encode([*messages[:head], *messages[turns[turn] :]])
+    async def from_turn(turn: int) -> tuple[list[int], list[M]]:
+        kept = [*messages[:head], *messages[turns[turn] :]]
+        return await encode(kept), kept
 
-    async def fits(turn: int) -> list[int] | None:
+    async def fits(turn: int) -> tuple[list[int], list[M]] | None:
         try:
-            tokens = await from_turn(turn)
+            tokens, kept = await from_turn(turn)
         except PromptTooLong:
             return None
-        return tokens if len(tokens) <= most_tokens else None
+        return (tokens, kept) if len(tokens) <= most_tokens else None
 
     if (whole := await fits(0)) is not None:
         return whole
-    found: list[int] | None = None
+    found: tuple[list[int], list[M]] | None = None
     low, high = 1, len(turns) - 1
     while low <= high:
         middle = (low + high) // 2
-        tokens = await fits(middle)
-        if tokens is None:
+        fitting = await fits(middle)
+        if fitting is None:
             low = middle + 1
         else:
-            found, high = tokens, middle - 1
+            found, high = fitting, middle - 1
     return await from_turn(len(turns) - 1) if found is None else found

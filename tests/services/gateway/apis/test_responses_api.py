@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from cohort.services.gateway.apis.responses_api_bodies import InputItem, _chat_messages, without_oldest
 from cohort.services.gateway.apis.responses_api_events import ResponseWriter
+from cohort.services.gateway.apis.responses_api_store import ResponseStore
 from cohort.services.gateway.generation.choice import Piece
+from cohort.services.gateway.http.request_bodies import most_in_flight
+from tests.examples import examples
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 from tests.services.gateway.named_events import named_stream, parse_named
 from tests.services.gateway.test_structured_output import CALLS, accepts, grammar_of, roomy  # noqa: F401
@@ -326,6 +333,110 @@ async def test_a_conversation_beyond_the_context_loses_its_oldest_turns(site: Si
     assert used <= CONTEXT - 100 < used + len(site.tokenizer.encode(turn, special_tokens=False))
     long = [{"role": "user", "content": "x" * 20_000}]
     assert (await site.post(PATH, {**body, "input": [*turns, *long], "truncation": "auto"}))[0] == 400
+
+
+@settings(max_examples=examples(2))
+@given(
+    st.lists(st.sampled_from(["system", "developer", "user", "assistant", "call", "result"]), max_size=12), st.data()
+)
+def test_items_lose_the_messages_that_the_chat_loses(kinds: list[str], data: st.DataObject) -> None:
+    fields: dict[str, Any] = {"call": {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}}
+    fields["result"] = {"type": "function_call_output", "call_id": "c", "output": "o"}
+    given_items = [
+        InputItem(id=str(place), **fields.get(kind, {"role": kind, "content": f"text {place}"}))
+        for place, kind in enumerate(kinds)
+    ]
+    messages = list(_chat_messages(given_items))
+    head = len(list(takewhile(lambda message: message["role"] == "system", messages)))
+    starts = [place for place in range(head, len(messages)) if messages[place]["role"] in ("user", "tool")]
+    dropped = data.draw(st.sampled_from([head, *starts])) - head
+    left = without_oldest(given_items, dropped)
+    assert list(_chat_messages(left)) == [*messages[:head], *messages[head + dropped :]]
+    assert left == [item for item in given_items if item in left]
+
+
+async def test_what_truncation_drops_is_not_kept_and_a_conversation_goes_on_as_if_it_were(site: Site) -> None:
+    """Turn by turn, with the same prompts as a client that sends all of it each time."""
+    options = {"model": "tiny", "instructions": "Be brief.", "max_output_tokens": 100, "truncation": "auto"}
+    every: list[dict[str, Any]] = [{"role": "developer", "content": "Sing."}]
+    own, before, sizes = list(every), None, []
+    for index in range(9):
+        turn = {"role": "user", "content": f"turn {index} " + "word " * 20}
+        every, own = [*every, turn], [*own, turn]
+        _, answer = await site.post(PATH, {**options, "input": own, "previous_response_id": before})
+        prompt = prompt_of(site)
+        await site.post(PATH, {**options, "input": every, "store": False})
+        assert prompt_of(site) == prompt
+        before, own, every = answer["id"], [], [*every, *answer["output"]]
+        _, page = await site.get(f"{PATH}/{before}/input_items?order=asc&limit=100")
+        texts = [item["content"][0]["text"] for item in page["data"]]
+        assert texts[0] == "Sing." and all(text in prompt for text in texts)
+        assert prompt.count("<|start|>") == len(texts) + 2  # the instructions, the answer
+        sizes.append(len(texts))
+    assert sizes[:3] == [2, 4, 6] and max(sizes) < 14, "the oldest are gone"
+
+
+async def test_a_conversation_longer_than_a_body_may_be_is_refused(open_site: OpenSite) -> None:
+    async with open_site(max_body_bytes=1500) as site:
+        before, status, answer = None, 200, {}
+        while status == 200:
+            status, answer = await site.post(PATH, {**ASK, "input": "x" * 90, "previous_response_id": before})
+            before = answer["id"] if status == 200 else before
+        error = answer["error"]
+        assert (status, error["param"]) == (400, "previous_response_id")
+        assert "1500" in error["message"] and "gateway.max_body_bytes" in error["message"]
+        [size] = [int(word) for word in error["message"].split() if word.isdigit() and word != "1500"]
+        assert 1500 < size < 2000
+        _, page = await site.get(f"{PATH}/{before}/input_items?order=asc")
+        assert len(json.dumps(page["data"])) < 1500 * 1.2
+        # Without an earlier one the body's limit holds; its items, longer than it, are not kept.
+        status, answer = await site.post(PATH, {**ASK, "input": [{"role": "user", "content": "x"}] * 20})
+        assert (status, answer["store"]) == (200, False)
+
+
+async def test_what_is_read_from_the_store_is_charged_before_and_given_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation until its request is accepted, an answer or a page of items while it is read."""
+    turns = [{"role": role, "content": f"{role} {index}"} for index in range(6) for role in ROLES]
+    _, answer = await site.post(PATH, {**ASK, "input": turns})
+    bodies, path = site.gateway.generator.bodies, f"{PATH}/{answer['id']}"
+    seen: list[tuple[str, int, int]] = []
+    for name, length in (
+        ("get", lambda row: row.bytes),
+        ("answer", len),
+        ("items", lambda items: sum(map(len, items))),
+    ):
+
+        def noted(
+            self: Any, *args: Any, do: Any = getattr(ResponseStore, name), of: Any = length, name: str = name
+        ) -> Any:
+            found = do(self, *args)
+            seen.append((name, of(found), bodies.in_flight_bytes))
+            return found
+
+        monkeypatch.setattr(ResponseStore, name, noted)
+    for tail in ("", "/input_items?limit=1", "/input_items?limit=2&order=asc"):
+        assert (await site.get(path + tail))[0] == 200
+    body = {**ASK, "previous_response_id": answer["id"]}
+    assert (await site.post(PATH, body))[0] == 200
+    assert [(name, length) for name, length, _ in seen] == [(name, held) for name, _, held in seen[:3]] + [
+        ("get", seen[3][1])
+    ]
+    assert [name for name, _, _ in seen] == ["answer", "items", "items", "get"]
+    assert 0 < seen[1][1] < seen[2][1] < 400 < seen[3][1], "a page is not the whole"
+    assert seen[3][2] == seen[3][1] + len(json.dumps(body)) and bodies.in_flight_bytes == 0
+    # The budget is full: nothing is read.
+    seen.clear()
+    with bodies.holding() as take:
+        take(most_in_flight(bodies._config) - len(json.dumps(body)) - 1)
+        for tail in ("", "/input_items"):
+            async with site.session.get(site.url + path + tail) as response:
+                assert response.status == 429 and response.headers["Retry-After"] == "1"
+        async with site.session.post(site.url + PATH, json=body) as response:
+            assert response.status == 429 and response.headers["Retry-After"] == "1"
+        assert seen == []
+    assert bodies.in_flight_bytes == 0 and (await site.post(PATH, body))[0] == 200
 
 
 async def test_what_is_not_stored_is_not_there(site: Site) -> None:

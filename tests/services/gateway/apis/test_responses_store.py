@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
-from cohort.services.gateway.apis.responses_api_store import ROW_BYTES, ResponseStore, StoredResponse
+from cohort.services.gateway.apis.responses_api_store import (
+    ITEM_BYTES,
+    ROW_BYTES,
+    Lengths,
+    ResponseStore,
+    StoredResponse,
+)
+from tests.examples import examples
 
 
 def opened(tmp_path: Path, *, owner_share: float = 1.0, **options: Any) -> ResponseStore:
@@ -19,7 +32,8 @@ def opened(tmp_path: Path, *, owner_share: float = 1.0, **options: Any) -> Respo
 
 
 def row(name: str, owner: str = "a", size: int = 100, created_at: int = 1000) -> StoredResponse:
-    return StoredResponse(name, owner, created_at, b"r" * (size // 2), b"i" * (size - size // 2))
+    items = [("item", b"i" * (size - size // 2))]
+    return StoredResponse(name, owner, created_at, b"r" * (size // 2), items)
 
 
 def kept(store: ResponseStore, *names: str, owner: str = "a") -> list[str]:
@@ -43,10 +57,10 @@ def test_beyond_the_count_the_oldest_go(tmp_path: Path) -> None:
 
 
 def test_beyond_the_bytes_the_oldest_go_and_what_never_fits_is_not_kept(tmp_path: Path) -> None:
-    store = opened(tmp_path, most_bytes=3 * (100 + ROW_BYTES))
+    store = opened(tmp_path, most_bytes=3 * (100 + ROW_BYTES + ITEM_BYTES))
     for name in ("r1", "r2", "r3"):
         assert store.add(row(name))
-    assert store.in_use() == (3, 3 * (100 + ROW_BYTES))
+    assert store.in_use() == (3, 3 * (100 + ROW_BYTES + ITEM_BYTES))
     assert store.add(row("r4", size=200))
     assert kept(store, "r1", "r2", "r3", "r4") == ["r3", "r4"]
     assert not store.add(row("r5", size=5000)) and kept(store, "r3", "r4", "r5") == ["r3", "r4"]
@@ -100,6 +114,85 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path: Path) -> Non
         opened(tmp_path)
 
 
+@settings(max_examples=examples(1))
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9)), max_size=12),
+    st.integers(1, 5),
+    st.sampled_from([None, *"abcdefg"]),
+    st.booleans(),
+)
+def test_a_page_is_what_the_whole_list_has_there(
+    items: list[tuple[str, int]], limit: int, after: str | None, newest_first: bool
+) -> None:
+    """Against the list in memory; ids may repeat, as clients choose them."""
+    with TemporaryDirectory() as folder:
+        store = opened(Path(folder))
+        kept_items = [(name, bytes([place]) * size) for place, (name, size) in enumerate(items)]
+        store.add(row("other"))
+        store.add(StoredResponse("r", "a", 1000, b"{}", kept_items))
+        page = store.page("r", "a", 1001.0, limit=limit, after=after, newest_first=newest_first)
+        assert page is not None and store.page("r", "b", 1001.0, limit=1, after=None, newest_first=True) is None
+        found = store.items(page)
+        store.close()
+    rest = kept_items[::-1] if newest_first else kept_items
+    if after is not None:
+        names = [name for name, _ in rest]
+        rest = rest[names.index(after) + 1 :] if after in names else []
+    expected = [data for _, data in rest[:limit]]
+    assert (found[::-1] if newest_first else found) == expected
+    assert (page.bytes, page.more) == (sum(map(len, expected)), len(rest) > limit)
+
+
+def test_lengths_are_those_of_what_is_read(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.add(made := row("r", size=1000))
+    lengths = store.lengths("r", "a", 1001.0)
+    assert lengths == Lengths(500, made.bytes) and store.answer("r", "a", 1001.0) == made.response
+    assert store.lengths("r", "b", 1001.0) is None and store.answer("r", "b", 1001.0) is None
+
+
+def test_items_leave_with_their_response(tmp_path: Path) -> None:
+    store = opened(tmp_path, most=2, retention_s=60.0)
+    for index in range(5):
+        store.add(row(f"r{index}", created_at=1000 + index))
+    store.delete("r4", "a", 1001.0)
+    assert store._db.execute("SELECT count(*) FROM items").fetchone()[0] == 1
+    store.sweep(2000.0)
+    assert store._db.execute("SELECT count(*) FROM items").fetchone()[0] == 0
+
+
+def test_a_database_of_the_first_format_keeps_its_conversations(tmp_path: Path) -> None:
+    items = [
+        {"type": "message", "id": f"msg_{index}", "role": "user", "content": [{"type": "input_text", "text": text}]}
+        for index, text in enumerate(["plain", "Zürich \u2028 \x00", 'quoted "; --'])
+    ]
+    old = sqlite3.connect(tmp_path / "responses.sqlite")
+    old.executescript(FIRST_FORMAT)
+    data = [json.dumps(items).encode(), msgspec.json.encode([]), msgspec.json.encode(items)]
+    old.executemany(
+        "INSERT INTO responses (id, owner, bytes, created_at, response, items) VALUES (?, 'a', 900, 1000, ?, ?)",
+        [(f"r{index}", b"{}", each) for index, each in enumerate(data)],
+    )
+    old.commit()
+    old.close()
+    store = opened(tmp_path)
+    for name, expected in (("r0", items), ("r1", []), ("r2", items)):
+        found = store.get(name, "a", 1001.0)
+        assert found is not None and found.response == b"{}"
+        assert [(each, json.loads(data)) for each, data in found.items] == [(each["id"], each) for each in expected]
+    assert store.add(row("r3")) and store.in_use()[0] == 4
+
+
+FIRST_FORMAT = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+CREATE TABLE responses (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, response BLOB NOT NULL, items BLOB NOT NULL
+) STRICT;
+CREATE INDEX responses_by_owner ON responses (owner, seq, bytes);
+CREATE INDEX responses_by_age ON responses (created_at);
+INSERT INTO meta VALUES ('schema_version', 1);
+"""
 WRITER = """
 import sys
 from pathlib import Path

@@ -54,7 +54,8 @@ async def test_as_few_turns_go_as_are_needed(heads: int, tail: list[tuple[str, i
         with pytest.raises(PromptTooLong):
             await latest_turns(messages, most, encoder)
         return
-    tokens = await latest_turns(messages, most, encoder)
+    tokens, kept = await latest_turns(messages, most, encoder)
     best = fitting[0] if fitting else starts[-1]
     assert list(dict.fromkeys(tokens)) == [*range(heads), *range(best, len(messages))]
+    assert [encoder.places[id(each)] for each in kept] == list(dict.fromkeys(tokens))
     assert encoder.calls <= 3 + math.log2(len(starts))

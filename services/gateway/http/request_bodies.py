@@ -2,9 +2,9 @@
 
     415 Content-Encoding, or no JSON     413 longer than one may be     408 too slow     429 too much in flight
 
-Called by `generator.py`, by `responses_api.py` for what it reads from its store, and by aiohttp for what headers
-decide. A body counts from its first byte until its request is accepted or refused, as its text lies in memory till
-then; so does what the request names in a store. Never parses.
+Called by `generator.py`, by `responses_api.py` and `resumption.py` for what they read from a store, and by aiohttp for
+what headers decide. A body counts from its first byte until its request is accepted or refused, as its text lies in
+memory till then; what the request names in a store counts as long. Never parses.
 
 `refuse_shape` comes before every decoder: a megabyte of empty lists becomes half a million objects, a hundred
 milliseconds and a hundred megabytes. So bytes outside of strings are counted, at memory speed: a slice at a time,

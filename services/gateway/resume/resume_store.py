@@ -222,6 +222,15 @@ class ResumeStore:
                 (MAX_GONE,),
             )
 
+    def length(self, token: str, owner: str) -> int:
+        """Return the bytes that a claim reads; 0 if this owner has no such stream."""
+        row = self._db.execute(
+            "SELECT coalesce(length(record), 0) + (SELECT coalesce(sum(length(data)), 0) FROM said WHERE token = ?1) "
+            "FROM streams WHERE token = ?1 AND owner = ?2",
+            (token, owner),
+        ).fetchone()
+        return 0 if row is None else int(row[0])
+
     def claim(
         self, token: str, owner: str, holder: str, *, now_s: float, expires_s: float
     ) -> Claim | Literal["gone"] | None:

@@ -338,8 +338,10 @@ class Resumption:
                 seen = parse_last_event_id(session.endpoint.kind, len(session.requests), last_event_id)
                 answering, writer = self._attach_reader(session, seen)
             else:
-                claim = await self._claim(digest, owner)
-                endpoint, api_request = await self._reparse(claim, owner)
+                with self._generator.bodies.holding() as take:
+                    take(await self._run_or_refuse(lambda store: store.length(digest, owner)))
+                    claim = await self._claim(digest, owner)
+                    endpoint, api_request = await self._reparse(claim, owner)
                 seen = parse_last_event_id(endpoint.kind, len(claim.record.requests), last_event_id)
                 if claim.ending is not None:
                     answering, writer = self._replay_finished(api_request, claim, claim.ending, seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -402,28 +403,26 @@ async def test_what_is_read_from_the_store_is_charged_before_and_given_back(
     _, answer = await site.post(PATH, {**ASK, "input": turns})
     bodies, path = site.gateway.generator.bodies, f"{PATH}/{answer['id']}"
     seen: list[tuple[str, int, int]] = []
-    for name, length in (
-        ("get", lambda row: row.bytes),
-        ("answer", len),
-        ("items", lambda items: sum(map(len, items))),
-    ):
 
-        def noted(
-            self: Any, *args: Any, do: Any = getattr(ResponseStore, name), of: Any = length, name: str = name
-        ) -> Any:
-            found = do(self, *args)
-            seen.append((name, of(found), bodies.in_flight_bytes))
+    def noted(name: str, length: Callable[[Any], int]) -> None:
+        original = getattr(ResponseStore, name)
+
+        def read(self: ResponseStore, *args: Any) -> Any:
+            found = original(self, *args)
+            seen.append((name, length(found), bodies.in_flight_bytes))
             return found
 
-        monkeypatch.setattr(ResponseStore, name, noted)
+        monkeypatch.setattr(ResponseStore, name, read)
+
+    noted("get", lambda row: row.bytes)
+    noted("answer", len)
+    noted("items", lambda items: sum(map(len, items)))
     for tail in ("", "/input_items?limit=1", "/input_items?limit=2&order=asc"):
         assert (await site.get(path + tail))[0] == 200
     body = {**ASK, "previous_response_id": answer["id"]}
     assert (await site.post(PATH, body))[0] == 200
-    assert [(name, length) for name, length, _ in seen] == [(name, held) for name, _, held in seen[:3]] + [
-        ("get", seen[3][1])
-    ]
     assert [name for name, _, _ in seen] == ["answer", "items", "items", "get"]
+    assert all(held == length for _, length, held in seen[:3])
     assert 0 < seen[1][1] < seen[2][1] < 400 < seen[3][1], "a page is not the whole"
     assert seen[3][2] == seen[3][1] + len(json.dumps(body)) and bodies.in_flight_bytes == 0
     # The budget is full: nothing is read.

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,6 +134,19 @@ def test_an_older_database_is_charged_no_more(tmp_path: Path) -> None:
     claims = [claim(store, token, "B") for token in ("t", "u")]
     used = [session_of(each, 7, 1000).used() for each in claims if isinstance(each, Claim)]
     assert used == [(0, 0), (7, 1000)]
+
+
+def test_a_claim_reads_as_many_bytes_as_are_known_before(tmp_path: Path) -> None:
+    store = ResumeStore(tmp_path / "streams.sqlite3")
+    for token in ("t", "u"):
+        add(store, token)
+    deltas = [said(*range(count)) for count in (1, 5, 70)]
+    store.append("A", [("t", data) for data in deltas])
+    content = len(msgspec.msgpack.encode(record()))
+    assert store.length("t", "alice") == content + sum(map(len, deltas))
+    assert (store.length("u", "alice"), store.length("t", "bob"), store.length("none", "alice")) == (content, 0, 0)
+    store.cancel("t", "alice", 1.0)
+    assert store.length("t", "alice") == 0
 
 
 def test_bounds_and_owners(tmp_path: Path) -> None:

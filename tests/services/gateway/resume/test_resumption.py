@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from cohort.common.keys.key_file import OwnLimits
+from cohort.services.gateway.http.request_bodies import most_in_flight
 from cohort.services.gateway.resume.resume_marks import Place
 from cohort.services.gateway.resume.resume_store import ResumeStore
 from tests.examples import another_of_its_kind
@@ -436,6 +437,22 @@ async def test_off_or_full_it_is_a_plain_stream(open_site: OpenSite) -> None:
                 assert (await response.read()).endswith(b"data: [DONE]\n\n")
             assert (await site.get("/v1/streams/any"))[0] == 404
             await eventually(site.nothing_left)
+
+
+async def test_a_stream_is_charged_by_its_length_before_it_is_read(open_site: OpenSite) -> None:
+    async with open_site(step_s=STEP_S) as site:
+        read = Read()
+        await some(site, read, 3, "/v1/completions", PROMPT)
+        await rest(site, read)
+        bodies = site.gateway.generator.bodies
+        with bodies.holding() as take:
+            take(most_in_flight(site.gateway._config.gateway) - 10)
+            refused = Read(token=read.token)
+            await rest(site, refused)
+            assert refused.status == 429
+        again = Read(token=read.token)
+        await rest(site, again)
+        assert again.done and again.texts == read.texts and bodies.in_flight_bytes == 0
 
 
 async def test_an_error_is_the_end_of_a_stream_too(open_site: OpenSite) -> None:

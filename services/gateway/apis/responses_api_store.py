@@ -123,11 +123,12 @@ class ResponseStore:
 
     def get(self, response_id: str, owner: str, now_s: float) -> StoredResponse | None:
         """Return a response; None also for another owner's and for one that is too old."""
-        row = self._mine("seq, id, owner, created_at, response", response_id, owner, now_s)
+        row = self._mine("seq, created_at, response", response_id, owner, now_s)
         if row is None:
             return None
-        items = self._db.execute("SELECT id, data FROM items WHERE response = ? ORDER BY place", row[:1])
-        return StoredResponse(*row[1:], items=[tuple(item) for item in items])
+        seq, created_at, response = row
+        items = self._db.execute("SELECT id, data FROM items WHERE response = ? ORDER BY place", (seq,))
+        return StoredResponse(response_id, owner, created_at, response, [tuple(item) for item in items])
 
     def lengths(self, response_id: str, owner: str, now_s: float) -> Lengths | None:
         row = self._mine("length(response), bytes", response_id, owner, now_s)

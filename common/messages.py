@@ -69,7 +69,8 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """New tokens of one request: `tokens[i]` belongs at position `position + i`. `finish` closes the request (with no
-    token when it failed: then `error` says why). `cached_tokens` prompt positions came from the prefix cache. `times`
+    token when it failed: then `error` says why, and `is_clients` that what the request asks for is the cause, such as a
+    grammar beyond its limits). `cached_tokens` prompt positions came from the prefix cache. `times`
     comes with the first token of each worker and with `finish`. `prompt_logprobs` come with the first output token,
     where asked for: of the prompt's tokens from the second on."""
 
@@ -79,6 +80,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     logprobs: list[TokenLogprob] = []
     finish: FinishReason | None = None
     error: str = ""
+    is_clients: bool = False
     cached_tokens: int = 0
     times: StageTimes | None = None
     prompt_logprobs: list[TokenLogprob] = []

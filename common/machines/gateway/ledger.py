@@ -205,6 +205,8 @@ class Ledger:
         return self._judge(now_s, entry, sender, update)
 
     def _judge(self, now_s: float, entry: Entry, sender: InstanceId, update: TokenUpdate) -> list[Action]:
+        if update.finish is FinishReason.FAILED and update.is_clients:
+            return self._fail(entry, RequestError(f"The request cannot be answered: {update.error}"))
         if update.finish is FinishReason.FAILED:
             return self._broken(entry, f"The request failed on a worker: {update.error or 'no reason given'}")
         if update.finish is FinishReason.CANCELLED:

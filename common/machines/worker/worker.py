@@ -515,7 +515,7 @@ class TokenUpdates:
         """Append the token to its sequence. Return why the request is finished with it, or None."""
         sequence = held.sequence
         if sampled.failure:
-            return self.fail(sequence, sampled.failure)
+            return self.fail(sequence, sampled.failure, is_clients=True)
         tokens, token = sequence.tokens, sampled.token
         position = len(tokens)
         assert sequence.computed >= position, (
@@ -563,11 +563,13 @@ class TokenUpdates:
         )
         return finish
 
-    def fail(self, sequence: Sequence, why: str) -> FinishReason:
+    def fail(self, sequence: Sequence, why: str, *, is_clients: bool = False) -> FinishReason:
         """End the request with this error instead of having it placed again: no other worker could do better."""
         request = sequence.request
         self._updates.setdefault(request.gateway, []).append(
-            TokenUpdate(request.attempt, len(sequence.tokens), finish=FinishReason.FAILED, error=why)
+            TokenUpdate(
+                request.attempt, len(sequence.tokens), finish=FinishReason.FAILED, error=why, is_clients=is_clients
+            )
         )
         return FinishReason.FAILED
 

@@ -207,7 +207,8 @@ class Generator:
         clock, card = self.context.clock, self.served.card
         client_set_max_tokens, sampling = call.max_tokens is not None, call.sampling
         if call.grammar_spec is not None:
-            sampling = msgspec.structs.replace(sampling, grammar=await self._grammars.compile(call.grammar_spec))
+            compiled = await self._grammars.compile(call.grammar_spec, self.owners.queue_owner(caller.owner))
+            sampling = msgspec.structs.replace(sampling, grammar=compiled)
         priority = self.owners.priority(call.priority) + caller.priority_penalty
         call = dataclasses.replace(call, priority=priority, sampling=sampling)
         times = GatewayTimes(

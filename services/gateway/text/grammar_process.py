@@ -2,7 +2,8 @@
 
 A client's schema of a few kilobytes may take minutes to compile or overflow the stack. Here that ends a bounded process
 (`bounded_process.py`) and becomes a 400 that names the field. Workers compile a grammar that passes again, by the same
-library and limits (`common/grammar.py`). Recent ones are not asked about again.
+library and limits (`common/grammar.py`). They are compiled one after the other (`grammar_queue.py`), and what passed
+lately not again.
 
 Called by `generator.py`; the process starts with the first grammar.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ import numpy as np
 
 from cohort.common import grammar
 from cohort.common.errors import ModelError, RequestError
-from cohort.common.grammar import GrammarError, GrammarTokens
+from cohort.common.grammar import MASK_S, MASKS, GrammarError, GrammarTokens, Matcher
 from cohort.services.gateway import bounds
 from cohort.services.gateway.text.bounded_process import (
     ANSWER,
@@ -34,10 +36,10 @@ from cohort.services.gateway.text.bounded_process import (
     serve,
     short,
 )
+from cohort.services.gateway.text.grammar_queue import Answer, GrammarQueue
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
-_REMEMBERED = 256
 _START_CPU_S = 20.0
 # Less than the threads of a worker have: what fits here fits there.
 _STACK_BYTES = 1 << 20
@@ -56,10 +58,13 @@ class GrammarCompiler:
         limits = Limits(bounds.BOUNDS.grammar_cpu_s, bounds.BOUNDS.grammar_memory_bytes, _START_CPU_S)
         about = {"tokenizer": tokenizer, "end_tokens": list(end_tokens)}
         self._process = BoundedProcess(__name__, about, limits, "Structured output is not possible with this model")
+        self._queue = GrammarQueue(self._begin)
         self._passed: OrderedDict[bytes, str] = OrderedDict()
+        self._passed_bytes = 0
 
-    async def compile(self, wanted: GrammarSpec) -> str:
-        """Return the grammar's text for workers. Raises `RequestError`."""
+    async def compile(self, wanted: GrammarSpec, owner: str = "") -> str:
+        """Return the grammar's text for workers. `owner`: of the request, whose grammars wait in turn with others'.
+        Raises `RequestError`."""
         question = msgspec.json.encode((wanted.kind, wanted.content))
         if len(question) > (most := bounds.BOUNDS.grammar_bytes):
             raise RequestError(
@@ -69,9 +74,8 @@ class GrammarCompiler:
         if known is not None:
             self._passed.move_to_end(question)
             return known
-        loop = asyncio.get_running_loop()
         try:
-            kind, answer = await loop.run_in_executor(self._process.executor, self._process.call, question)
+            kind, answer = await self._queue.ask(owner, question)
         except Ended as ended:
             raise RequestError(
                 f"{wanted.param}: the grammar was given up: {ended.why}.",
@@ -83,10 +87,22 @@ class GrammarCompiler:
         text = answer.decode()
         if kind == REFUSED:
             raise RequestError(f"{wanted.param}: {text}", param=wanted.param)
-        self._passed[question] = text
-        if len(self._passed) > _REMEMBERED:
-            self._passed.popitem(last=False)
+        self._keep(question, text)
         return text
+
+    def _begin(self, question: bytes) -> asyncio.Future[Answer]:
+        return asyncio.get_running_loop().run_in_executor(self._process.executor, self._process.call, question)
+
+    def _keep(self, question: bytes, text: str) -> None:
+        """Keep a grammar that passed; what was used least recently goes."""
+        if question in self._passed:  # of several requests with it
+            return
+        self._passed[question] = text
+        self._passed_bytes += len(question) + len(text)
+        while self._passed_bytes > bounds.BOUNDS.grammars_passed_bytes:
+            oldest, its_text = self._passed.popitem(last=False)
+            self._passed_bytes -= len(oldest) + len(its_text)
+        assert self._passed_bytes >= 0, f"{self._passed_bytes} bytes of {len(self._passed)} grammars"
 
 
 def text_of(kind: GrammarKind, content: Any) -> str:
@@ -113,18 +129,39 @@ def begin(about: Mapping[str, Any], _output_bytes: int) -> Work:
     tokens = GrammarTokens(about["tokenizer"], about["end_tokens"])
     threading.stack_size(_STACK_BYTES)
     thread = ThreadPoolExecutor(1)
-    return lambda data: thread.submit(_compiled, tokens, data).result()
+    ends = frozenset(about["end_tokens"])
+    return lambda data: thread.submit(_compiled, tokens, ends, data).result()
 
 
-def _compiled(tokens: GrammarTokens, data: bytes) -> tuple[bytes, bytes]:
+def _compiled(tokens: GrammarTokens, ends: frozenset[int], data: bytes) -> tuple[bytes, bytes]:
     try:
         kind, content = msgspec.json.decode(data)
         text = text_of(kind, content)
-        # The first mask is often the dearest: a grammar that cannot afford it could never begin.
-        tokens.compile(text).mask(np.zeros(tokens.words, dtype=np.int32))
+        check_masks(tokens.compile(text), tokens.words, ends)
     except (GrammarError, RecursionError, ValueError) as error:
         return REFUSED, short(str(error) or type(error).__name__)
     return ANSWER, text.encode()
+
+
+def check_masks(matcher: Matcher, words: int, ends: frozenset[int]) -> None:
+    """Step the grammar with the first tokens of one answer, of those that may come always the lowest: letters and signs
+    before words. Raises `GrammarError` for what a worker's limits or account of masks would end there."""
+    spent_s, mask = 0.0, np.zeros(words, dtype=np.int32)
+    for step in range(MASKS):
+        began_s = time.thread_time()
+        matcher.mask(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token = next((token for token in allowed.tolist() if token not in ends), None)
+        if token is not None:
+            matcher.take([token])
+        spent_s += time.thread_time() - began_s
+        if spent_s > MASKS * MASK_S:
+            raise GrammarError(
+                f"to find the tokens that may come next took {1000 * spent_s:.0f} ms of processor time for the first "
+                f"{step + 1} tokens; at most {1000 * MASKS * MASK_S:.0f} ms for {MASKS} are possible"
+            )
+        if token is None:
+            return
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 
 from cohort.common.grammar import GrammarTokens
+from cohort.common.messages import TokenUpdate
+from cohort.common.types import Attempt, FinishReason
 from cohort.services.gateway.text import bounded_process
+from cohort.services.gateway.text.grammar_process import GrammarSpec
 from cohort.services.gateway.text.tokenizer import Tokenizer
-from tests.services.gateway.conftest import OpenSite, Site
+from tests.services.gateway.conftest import OpenSite, Site, eventually
 from tests.services.gateway.tiny_model import write_model
 
 CHAT = "/v1/chat/completions"
@@ -79,6 +83,61 @@ async def test_what_is_wrong_with_a_grammar_is_said(
         assert (status, answer["error"]["param"]) == (400, param)
         assert words in answer["error"]["message"] and answer["error"]["message"].startswith(param)
         assert site.nothing_left()
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": True for i in range(count)}}
+
+
+async def test_a_schema_with_hundreds_of_optional_properties_is_compiled(open_site: OpenSite) -> None:
+    async with open_site("{}") as site:
+        for count in (300, 1000):
+            status, answer = await site.post("/v1/completions", {"prompt": "x", "guided_json": optional(count)})
+            assert status == 200, answer
+            assert accepts(site.tokenizer, grammar_of(site), '{"p7": 1, "p299": 2}')
+
+
+async def test_a_grammar_that_a_worker_would_end_at_its_first_tokens_is_refused(open_site: OpenSite) -> None:
+    """Beyond the library's limits at its second token; and masks that take 80 ms each where "x" is chosen always."""
+    rules = range(200)
+    dear = 'start: (s "x")*\ns: ' + " | ".join(f"n{i} s" for i in rules) + " |\n"
+    dear += "".join(f'n{i}: "q" | "z"\n' for i in rules)
+    async with open_site("x", limits={"grammar_cpu_s": 5.0}) as site:
+        for body, param, words in (
+            ({"guided_json": optional(2600)}, "guided_json", "limit 10000"),
+            ({"guided_grammar": dear}, "guided_grammar", "at most 40 ms for 8 are possible"),
+        ):
+            status, answer = await site.post("/v1/completions", {"prompt": "x", **body})
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert words in answer["error"]["message"]
+        assert not site.manager.submitted
+
+
+async def test_grammars_that_passed_are_kept_by_their_bytes(open_site: OpenSite) -> None:
+    async with open_site("x", limits={"grammars_passed_bytes": 4000}) as site:
+        compiler = site.gateway.generator._grammars
+        kept = compiler._passed
+        for index in range(40):
+            await compiler.compile(GrammarSpec("choice", [f"{index}" * 100], "guided_choice"))
+            assert sum(len(question) + len(text) for question, text in kept.items()) == compiler._passed_bytes <= 4000
+        assert 4 < len(kept) < 40
+        await compiler.compile(GrammarSpec("choice", ["x" * 4000], "guided_choice"))
+        assert not kept
+
+
+async def test_a_grammar_that_a_worker_ends_is_the_clients_error(open_site: OpenSite) -> None:
+    body = {"prompt": "x", "guided_regex": "x*", "max_tokens": 100}
+    for stream in (False, True):
+        async with open_site("x" * 90, step_s=0.02) as site:
+            asking = asyncio.create_task((site.stream if stream else site.post)("/v1/completions", body))
+            await eventually(lambda site=site: any(entry.output for entry in site.gateway.streams.ledger.entries()))
+            entry = next(iter(site.gateway.streams.ledger.entries()))
+            attempt = Attempt(entry.request_id, 0)
+            ended = TokenUpdate(attempt, entry.known, finish=FinishReason.FAILED, error="too dear", is_clients=True)
+            site.manager.workers[0].send([ended])
+            error = (await asking)[-2 if stream else 1]["error"]
+            assert (error["code"], error["type"]) == (400, "invalid_request_error") and "too dear" in error["message"]
+            await eventually(site.nothing_left)
 
 
 async def test_a_grammar_that_takes_too_long_ends_its_process_and_the_next_one_is_compiled(

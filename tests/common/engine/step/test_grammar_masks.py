@@ -259,10 +259,10 @@ def test_tokens_of_a_tokenizer_beyond_the_logits_are_never_allowed() -> None:
 def test_hostile_grammars_are_errors() -> None:
     with pytest.raises(GrammarError):
         TOKENS.compile(grammar.of_regex("(" * 30_000 + ")" * 30_000))
-    wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(300)]}
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2600)}}
     with pytest.raises(GrammarError):
         matcher = TOKENS.compile(grammar.of_json_schema(wide))
-        matcher.take(TOKENS.tokens.tokenize_str('{"p1": 1'))
+        matcher.take(TOKENS.tokens.tokenize_str("{"))
         matcher.mask(np.zeros(TOKENS.words, dtype=np.int32))
 
 

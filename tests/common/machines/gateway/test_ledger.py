@@ -177,6 +177,16 @@ def test_a_failure_on_a_worker_ends_the_request_and_frees_it() -> None:
     assert len(book) == 0
 
 
+def test_a_failure_that_the_request_itself_causes_is_the_clients() -> None:
+    book = ledger()
+    opened(book)
+    ended = update(3, [], finish=FinishReason.FAILED, error="too dear", is_clients=True)
+    cancel, fail = book.tokens(1.0, "w", ended)
+    assert isinstance(cancel, CancelAttempt) and isinstance(fail, Fail)
+    assert (fail.error.status, fail.error.type_) == (400, "invalid_request_error")
+    assert "too dear" in fail.error.message and len(book) == 0
+
+
 def test_an_unrequested_cancel_is_a_loss() -> None:
     book = ledger()
     entry = opened(book)

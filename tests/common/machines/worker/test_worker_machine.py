@@ -258,6 +258,15 @@ def test_a_receiver_grants_receives_accepts_and_runs_it_in_the_same_call() -> No
             pytest.fail(f"{other}")
 
 
+def test_a_row_that_can_have_no_token_ends_its_request_as_the_clients_error() -> None:
+    worker = machine(Role.UNIFIED)
+    worker.handle(0.0, Received("manager", whole()))
+    failed = TokenUpdate(R, PROMPT, finish=FinishReason.FAILED, error="too dear", is_clients=True)
+    effects = worker.handle(0.1, StepEnded([Sampled(R, 0, failure="too dear")], 0.1))
+    assert Send("gateway", TokenBatch("unified", [failed])) in effects
+    assert worker.idle
+
+
 def test_grants_name_the_addresses_told_last() -> None:
     worker = machine(Role.DECODE)
     offer = Received("prefill", KvOffer("prefill", R, 9, PROMPT))

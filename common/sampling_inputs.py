@@ -109,13 +109,15 @@ class TokenHistory:
 
 @dataclass(slots=True, eq=False)
 class GrammarInputs:
-    """Grammar that an answer is bound to, and its output tokens so far. `matcher` and `failure` are the engine's: the
-    grammar's state, and why the engine gave it up. Another worker makes them again from text and tokens."""
+    """Grammar that an answer is bound to, and its output tokens so far. The rest is the engine's: the grammar's state,
+    why the engine gave it up, and whether the last step had no mask in time, hence gave no token. Another worker makes
+    them again from text and tokens."""
 
     text: str
     output: list[int] = field(default_factory=list)
-    matcher: object | None = None
+    answer: object | None = None
     failure: str = ""
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

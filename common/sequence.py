@@ -79,10 +79,12 @@ class Sequence:
     """The attempt it computes; the allocator's owner id."""
     sampling_inputs: SamplingInputs | None = field(init=False)
     """Biases, penalties and grammar, if the request has any."""
+    has_grammar: bool = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         self.key = request.attempt
+        self.has_grammar = bool(request.sampling.grammar)
         self.sampling_inputs = SamplingInputs.of(request.sampling, request.tokens[: request.prompt_tokens])
 
     @property

@@ -99,13 +99,16 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 class StepEnded(_Event, frozen=True):
     """End of the step in flight. `sampled`: one entry per row that reached its sequence's last known token, in the
     order of the rows; of a row with drafts one for each correct draft and for the token after them. `latency_s`: from
-    its start until its tokens arrived. `drafting_s`: time before it for a draft model's proposals."""
+    its start until its tokens arrived. `drafting_s`: time before it for a draft model's proposals. `late`: sequences
+    whose rows gave no token, since what their grammars allow was not known in time: the last position of these rows is
+    computed once more."""
 
     sampled: list[Sampled]
     latency_s: float
     scores: list[PromptScores] = []
     drafts: list[Drafted] = []
     drafting_s: float = 0.0
+    late: list[Attempt] = []
 
 
 class StepFailed(_Event, frozen=True):

@@ -388,6 +388,11 @@ class IterationPlan(msgspec.Struct):
     def tokens(self) -> int:
         return sum(row.count for row in self.rows)
 
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a row is bound to a grammar: its masks, which any request can make costly, are part of the time."""
+        return any([row.sequence.has_grammar for row in self.rows])
+
 
 class Ran(msgspec.Struct, frozen=True):
     """Plan that ran last. Live hosts ask for a decision after every iteration; a virtual-time host may have run several

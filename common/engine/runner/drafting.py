@@ -162,6 +162,9 @@ class Drafting:
         judged, place = [], 0
         tokens, counts = output.tokens.tolist(), output.counts or (1,) * len(sampling)
         for index, (sequence, count) in enumerate(zip(sampling, counts, strict=True)):
+            if count == 0 or index in output.late:  # a row that sat the step out
+                place += count
+                continue
             if proposed is not None and proposed[index]:
                 source = self._expected[sequence].source
                 judged.append(Drafted(sequence.key, proposed[index], count - 1, source=source))

@@ -48,8 +48,9 @@ class SamplingRow:
     if all of these are right. Empty if the row has neither."""
 
     def apply_last_token(self, token: int) -> None:
-        """Apply the token before this one, just sampled, to penalties and grammar; once, however often called."""
-        if self.awaits:
+        """Apply the token before this one, just sampled, to penalties and grammar; once, however often called. If that
+        row was late, there is none, and this row has no token either."""
+        if self.awaits and not (self.grammar is not None and self.grammar.late):
             if self.history is not None and self.history.output_tokens < self.awaits:
                 self.history.extend([token])
             if self.grammar is not None and len(self.grammar.output) < self.awaits:
@@ -249,7 +250,9 @@ class StepOutput:
     failures: Mapping[int, str] = field(default_factory=dict)
     """Reasons why a request can have no further token, by the index of the missing one."""
     counts: tuple[int, ...] | None = None
-    """[S] number of tokens of each sample row; None = one each."""
+    """[S] number of tokens of each sample row; None = one each. 0: its mask was not ready, so it sat the step out."""
+    late: frozenset[int] = frozenset()
+    """Indices of tokens that are none, because their rows sat the step out; without `counts`."""
 
 
 def trial_batch(

@@ -58,6 +58,7 @@ class SampledOnDevice:
     top_logprobs: Tensor | None = None  # float32 [S, most], host
     places: npt.NDArray[np.int64] | None = None  # indices of the sampled rows among S; None: they are all, in order
     failures: Mapping[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
     on_device: Tensor | None = (
         None  # int64 [len(rows)]: the tokens where they were sampled, for the step behind this one
     )
@@ -72,7 +73,7 @@ class SampledOnDevice:
                     ids, values = self.top_ids[place, :top].tolist(), self.top_logprobs[place, :top].tolist()
                     logprobs[index] = TokenLogprobs(float(self.logprobs[place]), tuple(ids), tuple(values))
         sampled = tokens.copy() if self.places is None else tokens[self.places]
-        return StepOutput(tokens=sampled, logprobs=tuple(logprobs), failures=self.failures)
+        return StepOutput(tokens=sampled, logprobs=tuple(logprobs), failures=self.failures, late=self.late)
 
 
 def sample_on_device(
@@ -97,7 +98,7 @@ def sample_on_device(
     sampled = results(rows, out)
     sampled.on_device = out.tokens
     if masks is not None:
-        sampled.failures = masks.failures
+        sampled.failures, sampled.late = masks.failures, frozenset(masks.late)
     return sampled
 
 

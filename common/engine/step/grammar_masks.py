@@ -1,21 +1,26 @@
 """The tokens that grammars allow next, as one bit mask for a step's rows.
 
-    prompt's first step ──▶ compile in a thread ─┐
-    forward under way ──▶ step with new tokens ──┴─▶ mask ──▶ both samplers, ahead of everything else
+    prompt's first step ──▶ compile, first mask (a thread) ─┐
+    forward under way ──▶ step with new tokens ──┬──────────┴─▶ mask ──▶ both samplers, ahead of everything else
+                                                 └─ not in time ──▶ late: no token in this step; a thread computes
 
 Owned by the model runner, called on the engine thread: on a GPU while the device computes, on a processor after it. A
 grammar is compiled once for all requests that have it, during the steps of their prompts; its matcher lives with the
-sequence. A grammar beyond its limits ends its own request and no other.
+sequence. Two accounts in processor time, which other threads do not lengthen: a step's, beyond which a row sits the
+step out (`TokenMasks.late`) and a thread finds its mask meanwhile; and a request's, beyond which it ends. A grammar
+beyond its limits ends its own request and no other.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -28,30 +33,92 @@ from cohort.common.sampling_inputs import GrammarInputs
 log = structlog.get_logger(__name__)
 
 _WORD_BITS = 32
-_COMPILED = 64
-"""Compiled grammars that are stored for the next request with one of them; 20 MB each at worst."""
-SLOWEST_MASK_S = 0.25
-"""Maximum processor time of one mask: a slower grammar would hold every row of its steps up."""
+_COMPILED_BYTES = 64 << 20
+"""Estimated bytes of the compiled grammars that are stored for the next request with one of them."""
+MASK_S = 0.005
+"""Maximum processor time of a request's masks, on average over the last `_MASKS`; one of an ordinary schema takes
+0.02 ms, one of a schema with hundreds of optional properties 0.1 ms to 1 ms."""
+_MASKS = 8
+STEP_S = 0.01
+"""Processor time of all masks that a step computes on the engine thread, where everybody's tokens wait for them; one
+mask may exceed it, a grammar's first that does."""
+_TAKE_S = 20e-6
+"""Estimated processor time of stepping a matcher with one token, for answers that are replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """`bits` int32 [S, ceil(vocabulary / 32)]: token t of row r may come next where bit t % 32 of `bits[r, t // 32]` is
-    set; rows without a grammar have all set. `failures`: by row, why it can have no further token."""
+    set; rows without a grammar have all set. `failures`: by row, why it can have no further token. `late`: rows whose
+    mask was not ready: they have no token in this step, and all bits set."""
 
     bits: Int32Array
     failures: dict[int, str] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    found: set[int] = field(default_factory=set)
+    """Rows whose bits or failures are final."""
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """Grammar with the first mask of every answer, the processor time of that one and of the slowest mask so far."""
+
+    matcher: Matcher
+    first: Int32Array
+    first_s: float
+    slowest_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """Engine's state of one answer (`GrammarInputs.answer`). While a thread computes `mask`, `matcher` is its own."""
+
+    compiled: Future[_Compiled]
+    matcher: Matcher | None = None
+    mask: Future[tuple[Int32Array, float]] | None = None
+    costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MASKS))
+    """Processor times of its last masks."""
+
+    @property
+    def is_broken(self) -> bool:
+        return self.matcher is not None and self.matcher.broken
+
+    def note(self, cost_s: float) -> None:
+        """Enter a mask into the account. Raises `GrammarError` beyond it; masks that are still to come count as 0."""
+        self.costs_s.append(cost_s)
+        compiled = self.compiled.result()
+        compiled.slowest_s = max(compiled.slowest_s, cost_s)
+        if (spent_s := sum(self.costs_s)) > _MASKS * MASK_S:
+            raise GrammarError(
+                f"to find the tokens that may come next took {1000 * spent_s:.0f} ms of processor time for its last "
+                f"{len(self.costs_s)} tokens; at most {1000 * _MASKS * MASK_S:.0f} ms for {_MASKS} are possible"
+            )
+
+
+Find = Callable[[GrammarInputs, SamplingRow], Int32Array | None]
 
 
 class GrammarMasks:
     """Grammars of one model. `reason`: why grammars are not possible, if `tokens` is None."""
 
-    def __init__(self, tokens: GrammarTokens | None, vocabulary: int, reason: str = "") -> None:
+    def __init__(
+        self,
+        tokens: GrammarTokens | None,
+        vocabulary: int,
+        reason: str = "",
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`clock`: processor seconds of the calling thread."""
         self._tokens = tokens
         self._reason = reason
+        self._clock = clock
         self._words = -(-vocabulary // _WORD_BITS)
-        self._compiled: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[_Compiled]] = OrderedDict()
+        self._compiled_bytes = 0
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._left_s = STEP_S
+        """Time left of the step's account."""
         # Bits of the last word that are tokens: what a grammar's vocabulary has beyond the logits cannot be sampled.
         self._last_word = np.uint32((1 << (vocabulary % _WORD_BITS or _WORD_BITS)) - 1).view(np.int32)
 
@@ -64,81 +131,198 @@ class GrammarMasks:
             return GrammarMasks(None, vocabulary, str(error))
 
     def prepare(self, grammars: Sequence[GrammarInputs]) -> None:
-        """Begin to compile what these will need; returns at once."""
+        """Begin a step: open its account, and begin to compile what its rows will need; returns at once."""
+        self._left_s = STEP_S
         for inputs in grammars:
-            if inputs.matcher is None and not inputs.failure:
-                self._begin(inputs.text)
+            if inputs.answer is None and not inputs.failure:
+                self._answer(inputs)
 
     def of(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """Return the masks; None if no row has a grammar. End tokens that are banned yet stay away only if others may
         come: a complete answer ends, whatever min_tokens says."""
-        if all(row.grammar is None for row in rows):
+        bound = [index for index, row in enumerate(rows) if row.grammar is not None]
+        if not bound:
             return None
         masks = TokenMasks(np.full((len(rows), self._words), -1, dtype=np.int32))
-        for index, row in enumerate(rows):
-            inputs = row.grammar
-            if inputs is None:
-                continue
-            if failure := inputs.failure or self._fill(masks.bits[index], inputs, row):
-                masks.failures[index] = failure
+        late = self._fill(masks, rows, bound)
+        if len(late) == len(rows):  # nobody else's token waits
+            self._wait([rows[index].grammar for index in late])
+            late = self._fill(masks, rows, late)
+        masks.late.update(late)
+        for index in bound:
+            row = rows[index]
+            if index in masks.late or index in masks.failures:
                 masks.bits[index] = -1
+            if row.grammar is not None and not row.ahead:
+                row.grammar.late = index in masks.late
         return masks
 
-    def _fill(self, bits: Int32Array, inputs: GrammarInputs, row: SamplingRow) -> str:
-        """Set the row's bits. Return why it can have no token, or "". After drafts that holds for this row alone."""
-        try:
-            matcher = self._matcher(inputs)
-            began_s = time.thread_time()
-            matcher.take(inputs.output[matcher.taken :])
-            with matcher.ahead(row.ahead):
-                self._mask(matcher, bits)
-            if time.thread_time() - began_s > SLOWEST_MASK_S:
-                raise GrammarError(f"the tokens that may come next took more than {SLOWEST_MASK_S:g} s to find")
-        except GrammarError as error:
-            failure = f"its grammar was given up: {error}"
-            if not row.ahead:
-                inputs.failure = failure
-            if not row.ahead or (isinstance(inputs.matcher, Matcher) and inputs.matcher.broken):
-                inputs.matcher = None
-            return failure
-        saved = bits.copy()
-        for token in row.banned:
-            if 0 <= token < self._words * _WORD_BITS:
-                bits[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
-        if not bits.any():
-            bits[:] = saved
-        return ""
+    def _fill(self, masks: TokenMasks, rows: Sequence[SamplingRow], bound: Sequence[int]) -> list[int]:
+        """Set the bits of these rows, cheap masks first. Return those that have none yet. The helper gets what the step
+        has no time for before the rest is computed, so that some of it is ready then."""
+        due = [index for index in bound if not self._try(masks, index, rows[index], self._known)]
+        here, planned_s = list[int](), 0.0
+        for expected_s, index in sorted([(_expected_s(rows[index]), index) for index in due]):
+            if planned_s + expected_s <= self._left_s:
+                planned_s += expected_s
+                here.append(index)
+            else:
+                self._hand_over(rows[index])
+        for index in here:
+            if self._left_s <= 0.0:
+                self._hand_over(rows[index])
+                continue
+            began_s = self._clock()
+            self._try(masks, index, rows[index], self._computed)
+            self._left_s -= self._clock() - began_s
+        return [index for index in due if not self._try(masks, index, rows[index], self._known)]
 
-    def _mask(self, matcher: Matcher, bits: Int32Array) -> None:
-        assert self._tokens is not None
-        if self._tokens.words == self._words:
-            matcher.mask(bits)
+    def _try(self, masks: TokenMasks, index: int, row: SamplingRow, find: Find) -> bool:
+        """Set the row's bits, or why it can have no token: after drafts that holds for this row alone. Return False if
+        `find` has neither."""
+        inputs = row.grammar
+        if index in masks.found or inputs is None:
+            return True
+        if not inputs.failure:
+            try:
+                bits = find(inputs, row)
+            except GrammarError as error:
+                masks.failures[index] = f"its grammar was given up: {error}"
+                if not row.ahead:
+                    inputs.failure = masks.failures[index]
+                if isinstance(answer := inputs.answer, _Answer) and (not row.ahead or answer.is_broken):
+                    answer.matcher = None
+            else:
+                if bits is None:
+                    return False
+                self._allow(masks.bits[index], bits, row.banned)
         else:
-            whole = np.zeros(self._tokens.words, dtype=np.int32)
-            matcher.mask(whole)
-            bits[:] = whole[: self._words]
+            masks.failures[index] = inputs.failure
+        masks.found.add(index)
+        return True
+
+    def _known(self, inputs: GrammarInputs, row: SamplingRow) -> Int32Array | None:
+        """Return a mask that costs the step nothing: an answer's first, or one from the helper."""
+        answer = self._answer(inputs)
+        if len(inputs.output) < row.awaits or not answer.compiled.done():
+            return None  # the step before gave it no token, or it is compiled
+        compiled = answer.compiled.result()
+        if answer.mask is not None:
+            if row.ahead or not answer.mask.done():
+                return None
+            mask, answer.mask = answer.mask, None
+            bits, cost_s = mask.result()
+            answer.note(cost_s)
+            return bits
+        if inputs.output or row.ahead:
+            return None
+        if not answer.costs_s:
+            answer.note(compiled.first_s)
+        return compiled.first
+
+    def _computed(self, inputs: GrammarInputs, row: SamplingRow) -> Int32Array | None:
+        """Compute a mask here, unless the helper has the answer's matcher."""
+        answer = self._answer(inputs)
+        if answer.mask is not None:
+            return None
+        bits, cost_s = self._compute(inputs, answer, row.ahead)
+        answer.note(cost_s)
+        return bits
+
+    def _hand_over(self, row: SamplingRow) -> None:
+        """Have the helper compute a mask; what follows drafts is not worth it."""
+        if (inputs := row.grammar) is None or row.ahead:
+            return
+        answer = self._answer(inputs)
+        if answer.mask is None:
+            answer.mask = self._helper.submit(self._compute, inputs, answer, ())
+
+    def _compute(
+        self, inputs: GrammarInputs, answer: _Answer, ahead: tuple[int, ...]
+    ) -> tuple[Int32Array, float]:
+        """Return a mask, and the processor time of it and of one token before it: a replayed answer costs only once."""
+        matcher = answer.matcher
+        if matcher is None:
+            matcher = answer.matcher = answer.compiled.result().matcher.copy()  # which is compiled by now
+        began_s, behind = self._clock(), max(1, len(inputs.output) - matcher.taken)
+        matcher.take(inputs.output[matcher.taken :])
+        taken_s = self._clock() - began_s
+        with matcher.ahead(ahead):
+            bits = self._mask(matcher)
+        return bits, self._clock() - began_s - taken_s * (1 - 1 / behind)
+
+    def _mask(self, matcher: Matcher) -> Int32Array:
+        assert self._tokens is not None
+        whole = np.zeros(self._tokens.words, dtype=np.int32)
+        matcher.mask(whole)
+        bits = whole[: self._words].copy() if self._tokens.words != self._words else whole
         bits[-1] &= self._last_word
         if not bits.any():
             raise GrammarError("no token of the model may come next")
+        return bits
 
-    def _matcher(self, inputs: GrammarInputs) -> Matcher:
-        if isinstance(inputs.matcher, Matcher):
-            return inputs.matcher
-        matcher = self._begin(inputs.text).result().copy()
-        inputs.matcher = matcher
-        return matcher
+    def _allow(self, into: Int32Array, bits: Int32Array, banned: Sequence[int]) -> None:
+        into[:] = bits
+        for token in banned:
+            if 0 <= token < self._words * _WORD_BITS:
+                into[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
+        if not into.any():
+            into[:] = bits
 
-    def _begin(self, text: str) -> Future[Matcher]:
+    def _wait(self, late: Sequence[GrammarInputs | None]) -> None:
+        """Wait for one of these masks or grammars, at most as long as the step's account lasts."""
+        awaited: list[Future[Any]] = []
+        for inputs in late:
+            if inputs is not None:
+                answer = self._answer(inputs)
+                awaited.append(answer.compiled if answer.mask is None else answer.mask)
+        awaited = [each for each in awaited if not each.done()]
+        if awaited and self._left_s > 0.0:
+            began_s = time.monotonic()
+            wait(awaited, timeout=self._left_s, return_when=FIRST_COMPLETED)
+            self._left_s -= time.monotonic() - began_s
+
+    def _answer(self, inputs: GrammarInputs) -> _Answer:
+        if not isinstance(inputs.answer, _Answer):
+            inputs.answer = _Answer(self._begin(inputs.text))
+        return inputs.answer
+
+    def _begin(self, text: str) -> Future[_Compiled]:
         compiled = self._compiled.get(text)
         if compiled is None:
             compiled = self._compiled[text] = self._compiler.submit(self._compile, text)
-            if len(self._compiled) > _COMPILED:
-                self._compiled.popitem(last=False)
+            self._compiled_bytes += _compiled_bytes(text)
+            while self._compiled_bytes > _COMPILED_BYTES and len(self._compiled) > 1:
+                self._compiled_bytes -= _compiled_bytes(self._compiled.popitem(last=False)[0])
         else:
             self._compiled.move_to_end(text)
         return compiled
 
-    def _compile(self, text: str) -> Matcher:
+    def _compile(self, text: str) -> _Compiled:
         if self._tokens is None:
             raise GrammarError(self._reason)
-        return self._tokens.compile(text)
+        matcher, began_s = self._tokens.compile(text), self._clock()
+        first = self._mask(matcher)
+        cost_s = self._clock() - began_s
+        return _Compiled(matcher, first, cost_s, cost_s)
+
+
+def _expected_s(row: SamplingRow) -> float:
+    """Return the processor time that a row's mask is expected to take: infinite if it cannot be computed yet, or if a
+    mask of its grammar has exceeded a step's account."""
+    inputs = row.grammar
+    assert inputs is not None and isinstance(inputs.answer, _Answer), "a mask was looked for"
+    answer = inputs.answer
+    if not answer.compiled.done() or answer.mask is not None or len(inputs.output) < row.awaits:
+        return math.inf
+    if (slowest_s := answer.compiled.result().slowest_s) > STEP_S:
+        return math.inf
+    taken = 0 if answer.matcher is None else answer.matcher.taken
+    mean_s = sum(answer.costs_s) / len(answer.costs_s) if answer.costs_s else slowest_s
+    return mean_s + _TAKE_S * (len(inputs.output) - taken)
+
+
+def _compiled_bytes(text: str) -> int:
+    """Return the estimated memory of a compiled grammar, from its text. Measured: 0 to 80 bytes a character of a schema,
+    more the longer it is, 150 once masks were found with it."""
+    return (64 << 10) + 150 * len(text)

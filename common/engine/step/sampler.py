@@ -36,7 +36,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
     """Return one token per row of float32 logits [S, vocabulary], which are not changed. `masks`: for grammars."""
     tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
     for index, row in enumerate(rows):
-        if not row.plain_greedy:
+        if not row.plain_greedy and (masks is None or index not in masks.late):
             allowed = logits[index] if masks is None else _allowed(logits[index], row, masks.bits[index])
             tokens[index] = _sample(_adjusted(allowed, row), row)
     return StepOutput(
@@ -46,6 +46,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
             for index, row in enumerate(rows)
         ),
         failures={} if masks is None else masks.failures,
+        late=frozenset() if masks is None else frozenset(masks.late),
     )
 
 

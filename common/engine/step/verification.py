@@ -8,7 +8,8 @@ Called by the model runner and the device's steps for batches with drafts (`Step
 
 A sampled token depends on its position's logits, its request's parameters, (seed, position) and the tokens before it
 (penalties, grammar: `SamplingRow.ahead`). These are the drafts before it, known beforehand, and right wherever it is
-looked at: greedy and sampled tokens alike are those of a step each, whether sampled in turn or all at once.
+looked at: greedy and sampled tokens alike are those of a step each, whether sampled in turn or all at once. Where a
+mask was not ready (`StepOutput.late`) a row ends before that token.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput
             sampled = sample(
                 logits[place + offset : place + offset + 1], (row,), masks((row,)) if row.grammar is not None else None
             )
+            if sampled.late:
+                break
             if sampled.failures:
                 failures[len(tokens)] = sampled.failures[0]
             tokens.append(int(sampled.tokens[0]))
@@ -60,12 +63,13 @@ def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
         right = 0
         while (
             right < len(drafted) and place + right not in output.failures and sampled[place + right] == drafted[right]
-        ):
+        ) and place + right not in output.late:
             right += 1
         if failure := output.failures.get(place + right):
             failures[len(accepted) + right] = failure
-        accepted.extend(range(place, place + right + 1))
-        counts.append(right + 1)
+        count = right + (place + right not in output.late)
+        accepted.extend(range(place, place + count))
+        counts.append(count)
         place += len(drafted) + 1
     tokens, logprobs = output.tokens[accepted], tuple([output.logprobs[index] for index in accepted])
     return StepOutput(tokens, logprobs, output.scores, failures, tuple(counts))
@@ -81,6 +85,7 @@ def joined(first: StepOutput, second: StepOutput) -> StepOutput:
         scores=first.scores + second.scores,
         failures={**first.failures, **{len(first.tokens) + index: why for index, why in second.failures.items()}},
         counts=counts,
+        late=frozenset() if counts else first.late | {len(first.tokens) + index for index in second.late},
     )
 
 

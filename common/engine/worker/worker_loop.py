@@ -373,8 +373,16 @@ class WorkerLoop:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             judged = self._drafting.acceptance(step.sampling, proposed, output)
         ended_before = self._ended_count
+        late = late_of(step.sampling, output)
         effects = self._feed_deferring(
-            StepEnded(sampled_of(step.sampling, output), latency_s, scores, judged, step.drafting_s)
+            StepEnded(
+                sampled_of(step.sampling, output),
+                latency_s,
+                scores,
+                judged,
+                step.drafting_s,
+                [each.key for each in late],
+            )
         )
         if self._drafting is not None and self._ended_count != self._cleaned_up_count:
             # Drafts of requests cancelled before this step's end go only now: `acceptance` has needed them.
@@ -383,7 +391,7 @@ class WorkerLoop:
                 self._drafting.on_ended([each for each in step.sampling if not holds(each)])
             self._drafting.forget(holds)
         if self._revises_predictions and not step.batch.scoring:  # else the model stores states of scored tokens
-            self._send_prompt_states(step.sampling)
+            self._send_prompt_states(step.sampling, late)
         if alone and self._device.leaves_cpu_free and self._next_plan is not None:
             self._deferred_effects = effects  # the next step is launched first
         else:
@@ -398,9 +406,9 @@ class WorkerLoop:
         """Number of requests that ended here, whatever the outcome."""
         return sum(self._machine.counters.finished.values())
 
-    def _send_prompt_states(self, sampling: list[Sequence]) -> None:
+    def _send_prompt_states(self, sampling: list[Sequence], late: list[Sequence]) -> None:
         """Send the predictor the hidden states at the end of prompts; nothing waits for its result."""
-        for state in prompt_states(self._device.runner, sampling):
+        for state in prompt_states(self._device.runner, sampling, late):
             with contextlib.suppress(PeerUnreachable):
                 self._bus.send(PREDICTOR, state)
 
@@ -473,7 +481,17 @@ def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Samp
         for index, (sequence, token, logprobs) in enumerate(
             zip(sampling, output.tokens.tolist(), output.logprobs, strict=True)
         )
+        if index not in output.late
     ]
+
+
+def late_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sequence]:
+    """Return the sequences whose rows gave no token (`StepEnded.late`)."""
+    if output is None:
+        return []
+    if output.counts is not None:
+        return [each for each, count in zip(sampling, output.counts, strict=True) if count == 0]
+    return [sampling[index] for index in sorted(output.late)]
 
 
 def prompt_logprobs_of(plan: IterationPlan, batch: StepBatch, output: StepOutput | None) -> list[PromptScores]:
@@ -536,10 +554,16 @@ class LiveView:
         )
 
 
-def prompt_states(runner: ModelRunner, sampled: list[Sequence]) -> list[PromptState]:
+def prompt_states(
+    runner: ModelRunner, sampled: list[Sequence], late: list[Sequence] | None = None
+) -> list[PromptState]:
     """Return the model's final hidden states at the end of prompts, for the length predictor: one message per sequence
     with its first token (`output_known`: those of former attempts). Empty: none is stored, or a step ran in halves."""
-    first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and each.request.output_known == 0]
+    first = [
+        index
+        for index, each in enumerate(sampled)
+        if each.output_tokens == 1 and each.request.output_known == 0 and each not in (late or ())
+    ]
     states = runner.sampled_states(len(sampled)) if first else None
     if states is None:
         return []

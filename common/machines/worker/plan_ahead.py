@@ -48,9 +48,14 @@ class AheadPlanner:
     """Last plan made: what does not change in its rows is known to hold."""
     _steps_left: int = 0
     """Minimum over its sequences of the tokens they may still sample after it."""
+    _is_late: bool = False
+    """Whether a row gave no token since the last decision: what is planned behind it would have nothing to go on."""
 
     def decided(self) -> None:
-        self._undecided = 0
+        self._undecided, self._is_late = 0, False
+
+    def late(self) -> None:
+        self._is_late = True
 
     def plan(self, *, news: bool, prompt_step: int, drafts: bool = False) -> IterationPlan | None:
         """Return the step after the one in flight, its blocks reserved. None: it must be decided when that has ended,
@@ -75,6 +80,8 @@ class AheadPlanner:
         """Fill `plan` with its rows and reserve their slots. Return why it cannot have these, or None."""
         if news:
             return "news"
+        if self._is_late:
+            return "grammars"
         if before.copies or self._receiver.offers or not self._pool.is_idle:
             return "kv_transfer"
         if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):

@@ -378,7 +378,7 @@ class WorkerMachine:
         assert plan.rows or not event.sampled, f"a step without rows sampled {event.sampled}"
         self.drafts.on_step_ended(plan, event)
         self.counters.steps += 1
-        if plan.rows:
+        if plan.rows and not plan.has_grammars:
             self.state.averages.note(plan, event.latency_s)
         if self.observed is not None and not self._repeats:  # which teaches nothing new
             self.observed.note(plan, event.latency_s, self.kv.geometry)
@@ -392,9 +392,13 @@ class WorkerMachine:
                 self._ran = ran
             else:  # no decision follows, and the next plan does not show its prompts
                 self._earlier.append(ran)
-        ending, due = note_computed(now_s, plan, self.state)
-        assert len(event.sampled) == due or plan.drafted or plan.ended_rows, (
-            f"{len(event.sampled)} tokens of a step whose rows yield {due}"
+        late = frozenset(event.late)
+        if late:
+            self._ahead.late()
+            self.counters.late_rows += len(late)
+        ending, due = note_computed(now_s, plan, self.state, late)
+        assert len(event.sampled) + len(late) == due or plan.drafted or plan.ended_rows, (
+            f"{len(event.sampled)} tokens and {len(late)} late rows of a step whose rows yield {due}"
         )
         add = self._tokens.add
         for sampled in self.drafts.one_by_one(event.sampled) if plan.drafted else event.sampled:
@@ -655,9 +659,13 @@ def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPla
     assert tokens <= max(most, len(rows)), f"{tokens} tokens in one step of {most} at most, in {len(rows)} rows"
 
 
-def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tuple[list[Sequence], int]:
+def note_computed(
+    now_s: float, plan: IterationPlan, state: WorkerState, late: frozenset[Attempt] = frozenset()
+) -> tuple[list[Sequence], int]:
     """Record the rows' positions as computed. Return the sequences with a segment end, and how many rows yield a token.
-    Rows of ended sequences count as wasted. Runs once a step over all rows: a decode row's path is short."""
+    Rows of ended sequences count as wasted. Of `late` rows the last position does not count: it is planned again, as a
+    row that samples; nor does a row of theirs that was planned ahead. Runs once a step over all rows: a decode row's
+    path is short."""
     counters, kv, held_of, aborting = state.counters, state.kv, state.held, state.aborting
     size, by_block, decoded, due = kv.geometry.block_size, kv.grows_by_block, 0, 0
     ending: list[Sequence] = []
@@ -669,6 +677,10 @@ def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tupl
             continue
         if sequence.end is not None:
             ending.append(sequence)
+        if late and sequence.key in late:
+            count -= 1
+            if count == 0 or row.start > sequence.computed:
+                continue
         assert sequence.computed == row.start, f"{sequence.key} has {sequence.computed} positions, its row {row.start}"
         sequence.computed = computed = row.start + count
         if count == 1 and (sequence.prefill_done_s is not None or sequence.output_tokens > 0):

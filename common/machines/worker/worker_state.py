@@ -132,11 +132,12 @@ class Held:
         return following[0].instance if following else None
 
 
-NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared", "drafts"]
+NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared", "drafts", "grammars"]
 """Reason why the step after the one in flight is not planned ahead: a prompt goes on, and its next chunk is still to be
 decided; no row goes on; a sequence does not run any more; KV is under way or copied; something waits for a decision;
 the scheduler might choose other rows; blocks lack; a row's next slot is, or may become, another sequence's
-(`KvAllocator.extend_ahead`); the engine expects several tokens of a sequence, which only a decided step can draft."""
+(`KvAllocator.extend_ahead`); the engine expects several tokens of a sequence, which only a decided step can draft; a row sat a
+step out, waiting for its grammar."""
 
 
 @dataclass(slots=True)
@@ -195,6 +196,8 @@ class WorkerCounters:
     not_ahead: dict[NotAhead, int] = field(default_factory=dict)
     wasted_rows: int = 0
     """Rows computed for sequences that had ended meanwhile."""
+    late_rows: int = 0
+    """Rows that sat a step out, because what their grammars allow was not known in time."""
     adapter_loads: int = 0
     adapter_failures: int = 0
     """LoRA adapters loaded, and those that could not be."""

@@ -456,13 +456,13 @@ class SlackPacking(IterationScheduler):
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
         """Update T_avg and the cost model (R3)."""
         plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
-        if plan.rows:
+        if plan.rows and not plan.has_grammars:
             for each_s in ran.times_s:
                 self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
         if len(self._be):
             self._best_effort_time.ran(ran, self._cost)
         first = [copy for copy in plan.copies if not copy.concurrent]
-        if plan.drafted or (first and self._cost.knows_slots and can_overlap(first, kv.geometry)):
+        if plan.drafted or plan.has_grammars or (first and self._cost.knows_slots and can_overlap(first, kv.geometry)):
             return  # the engine may or may not have waited for them
         slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_copied, latency_s, slots_before=slots)

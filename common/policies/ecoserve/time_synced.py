@@ -149,17 +149,18 @@ class TimeSynced(IterationScheduler):
                 self._decodes[sequence.key] = sequence
         self._prompts.refresh(now_s)
         self._sharing = kv.sharing
-        if news.ran is not None and news.ran.plan.drafted:
-            self._advance_drafted(news.ran.plan, kv)
+        if news.ran is not None and (news.ran.plan.drafted or news.ran.plan.has_grammars):
+            self._advance(news.ran.plan, kv)
 
-    def _advance_drafted(self, plan: IterationPlan, kv: KvAllocator) -> None:
+    def _advance(self, plan: IterationPlan, kv: KvAllocator) -> None:
         """E2, E8 · Bring forward the ends of members whose drafts were right: they reach the end of their blocks, and
-        the blocks that they lent, earlier. The paper's rows yield one token an iteration."""
+        the blocks that they lent, earlier. Put off those of members whose rows sat the step out. The paper's rows yield
+        one token an iteration."""
         for row in plan.rows:
             sequence, ahead = row.sequence, row.sequence.computed - row.start - row.count
-            if ahead > 0 and sequence in self._batch:
+            if ahead and sequence in self._batch:
                 self._batch.advance(sequence, ahead)
-                if self._sharing is not None:
+                if ahead > 0 and self._sharing is not None:
                     self._loans.resume(sequence, kv, self._sharing)
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:

@@ -39,8 +39,9 @@ class LearnedTimes(Learned):
 
     def note(self, plan: IterationPlan, latency_s: float, geometry: KvGeometry) -> BatchShape | None:
         """Record an iteration; return its shape, or None if nothing was learned: from decodes with the last ones' rows,
-        copies beside rows (which of the two took the time is unknown), drafts."""
-        if plan.drafted:  # its drafts are priced by `common/policies/speculation.py`
+        copies beside rows (which of the two took the time is unknown), drafts, grammars (what a mask takes is up to its
+        request)."""
+        if plan.drafted or plan.has_grammars:  # drafts are priced by `common/policies/speculation.py`
             return None
         copies, rows = plan.copies, frozenset[Attempt]()
         if copies:

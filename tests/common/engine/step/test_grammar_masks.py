@@ -18,7 +18,7 @@ from cohort.common import grammar
 from cohort.common.engine.device.uploads import Uploads
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.engine.step.device_sampler import sample_on_device
-from cohort.common.engine.step.grammar_masks import GrammarMasks
+from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.step.sampler import sample
 from cohort.common.grammar import GrammarError, GrammarTokens
 from cohort.common.sampling_inputs import GrammarInputs, LogitBias
@@ -36,6 +36,15 @@ def masks() -> GrammarMasks:
     return GrammarMasks(TOKENS, VOCAB)
 
 
+def ready(engine: GrammarMasks, rows: list[SamplingRow]) -> TokenMasks | None:
+    """Masks of these rows, once none of them is late."""
+    while True:
+        engine.prepare([row.grammar for row in rows if row.grammar is not None])
+        found = engine.of(rows)
+        if found is None or not found.late:
+            return found
+
+
 def drive(
     text: str, seed: int, *, most: int = 120, engine: GrammarMasks | None = None, cuts: tuple[int, ...] = (), **row: Any
 ) -> list[int]:
@@ -48,7 +57,7 @@ def drive(
             inputs, engine = GrammarInputs(text, list(tokens)), masks()
         sampling = SamplingRow(seed, position, grammar=inputs, **row)
         logits = torch.randn(1, VOCAB, generator=generator) * 3
-        output = sample(logits, [sampling], engine.of([sampling]))
+        output = sample(logits, [sampling], ready(engine, [sampling]))
         assert not output.failures
         tokens.append(int(output.tokens[0]))
         if tokens[-1] == END:
@@ -129,17 +138,17 @@ def test_the_kinds_of_grammars(text: str, expected: str) -> None:
 def test_an_answer_may_end_only_where_its_grammar_accepts() -> None:
     row = SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_choice(["ab"])))
     assert row.grammar is not None
-    bits = masks().of([row])
+    bits = ready(masks(), [row])
     assert bits is not None and not bits.bits[0, END // 32] >> END % 32 & 1
     row.grammar.output.extend(TOKENIZER.encode("ab").ids)
-    bits = masks().of([row])
+    bits = ready(masks(), [row])
     assert bits is not None and _allowed(bits.bits[0]) == [END]
 
 
 def test_a_complete_answer_ends_whatever_min_tokens_says_and_an_incomplete_one_keeps_to_it() -> None:
     whole = GrammarInputs(grammar.of_choice(["ab"]), list(TOKENIZER.encode("ab").ids))
     open_ = GrammarInputs(grammar.of_regex("a+"), list(TOKENIZER.encode("a").ids))
-    found = masks().of([SamplingRow(0, 0, grammar=each, banned=(END,)) for each in (whole, open_)])
+    found = ready(masks(), [SamplingRow(0, 0, grammar=each, banned=(END,)) for each in (whole, open_)])
     assert found is not None
     assert _allowed(found.bits[0]) == [END]
     assert END not in _allowed(found.bits[1]) and _allowed(found.bits[1])
@@ -170,7 +179,7 @@ def test_both_samplers_agree_under_grammars() -> None:
             for index, text in enumerate(texts)
         ]
         logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
-        found = engine.of(rows)
+        found = ready(engine, rows)
         host = sample(logits, rows, found)
         uploads.restart()
         device = sample_on_device(logits, rows, uploads, found).output()
@@ -187,7 +196,7 @@ def test_a_row_whose_grammar_fails_is_named_and_its_neighbours_are_not() -> None
     plain = SamplingRow(1, 0, temperature=0.0)
     rows = [plain, broken, good, strayed]
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(1))
-    output = sample(logits, rows, engine.of(rows))
+    output = sample(logits, rows, ready(engine, rows))
     assert set(output.failures) == {1, 3} and "unclosed group" in output.failures[1]
     assert output.tokens[0] == int(logits[0].argmax())
     assert text_of([int(output.tokens[2])]) in ("a", "ab")
@@ -204,8 +213,8 @@ def test_drafts_are_looked_beyond_and_leave_nothing_behind(
     engine, inputs = masks(), GrammarInputs(text, tokens[:known])
     for drafts in (tokens[known : known + 4], [*tokens[known : known + 2], *strays]):
         for count in range(len(drafts) + 1):
-            found = engine.of([SamplingRow(0, known + count, grammar=inputs, ahead=tuple(drafts[:count]))])
-            fresh = engine.of([SamplingRow(0, 0, grammar=GrammarInputs(text, [*tokens[:known], *drafts[:count]]))])
+            found = ready(engine, [SamplingRow(0, known + count, grammar=inputs, ahead=tuple(drafts[:count]))])
+            fresh = ready(engine, [SamplingRow(0, 0, grammar=GrammarInputs(text, [*tokens[:known], *drafts[:count]]))])
             assert found is not None and fresh is not None
             assert (found.bits.tolist(), found.failures) == (fresh.bits.tolist(), fresh.failures)
     assert not inputs.failure and inputs.output == tokens[:known]
@@ -215,13 +224,13 @@ def test_a_grammar_that_breaks_behind_drafts_goes_on_without_them(monkeypatch: p
     """Its limits end it for good, so it is stepped anew."""
     engine, inputs = masks(), GrammarInputs(grammar.of_choice(["abc", "abd"]))
     a, b, c = TOKENIZER.encode("abc").ids
-    first = engine.of([SamplingRow(0, 0, grammar=inputs)])
+    first = ready(engine, [SamplingRow(0, 0, grammar=inputs)])
     with monkeypatch.context() as patch:
         patch.setattr(grammar.Matcher, "broken", True)
         patch.setattr(GrammarMasks, "_mask", lambda *_: (_ for _ in ()).throw(GrammarError("too much")))
-        failed = engine.of([SamplingRow(0, 1, grammar=inputs, ahead=(a,))])
+        failed = ready(engine, [SamplingRow(0, 1, grammar=inputs, ahead=(a,))])
     assert failed is not None and "too much" in failed.failures[0] and not inputs.failure
-    again, behind = (engine.of([SamplingRow(0, 0, grammar=inputs, ahead=ahead)]) for ahead in ((), (a, b)))
+    again, behind = (ready(engine, [SamplingRow(0, 0, grammar=inputs, ahead=ahead)]) for ahead in ((), (a, b)))
     assert first is not None and again is not None and behind is not None
     assert again.bits.tolist() == first.bits.tolist() and c in _allowed(behind.bits[0])
 
@@ -235,14 +244,14 @@ def test_a_model_without_end_tokens_or_bytes_has_no_grammars() -> None:
     with pytest.raises(ModelError, match="tokenizer"):
         GrammarTokens(word_piece().to_str(), [1])
     row = SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_choice(["a"])))
-    found = GrammarMasks(None, VOCAB, "why not").of([row])
+    found = ready(GrammarMasks(None, VOCAB, "why not"), [row])
     assert found is not None and "why not" in found.failures[0]
 
 
 def test_tokens_that_the_model_has_no_logits_for_are_never_allowed() -> None:
     fewer = 300
     engine = GrammarMasks(GrammarTokens(TOKENIZER.to_str(), [END], fewer), fewer)
-    found = engine.of([SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_json_schema({})))])
+    found = ready(engine, [SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_json_schema({})))])
     assert found is not None and found.bits.shape == (1, 10)
     assert max(_allowed(found.bits[0])) < fewer
 
@@ -251,7 +260,7 @@ def test_tokens_of_a_tokenizer_beyond_the_logits_are_never_allowed() -> None:
     """A last word of which some tokens have logits, and some are the tokenizer's alone."""
     fewer = TOKENIZER.get_vocab_size() - 4
     assert fewer % 32
-    found = GrammarMasks(TOKENS, fewer).of([SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_regex(".*")))])
+    found = ready(GrammarMasks(TOKENS, fewer), [SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_regex(".*")))])
     assert found is not None
     assert max(_allowed(found.bits[0])) == fewer - 1
 

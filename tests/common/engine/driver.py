@@ -28,6 +28,14 @@ __all__ = ["BLOCK_SIZE", "VOCAB", "make_runner", "save_random_model"]
 NEAR_TIE = 1e-3
 
 
+def compile_grammars(runner: ModelRunner, *texts: str) -> None:
+    """Compile these before a test's first step, which does not wait for them."""
+    runner.use_grammars()
+    assert runner._grammars is not None
+    for text in texts:
+        runner._grammars._begin(text).exception()
+
+
 def refusing(run: Callable[..., Any], most_rows: int) -> Callable[[Any], Any]:
     """`run` on a device without the memory for more rows than that."""
 

@@ -104,7 +104,7 @@ class ModelEngine(DigestEngine):
 
     def _rows(  # type: ignore[override]
         self, node: WorkerNode, begun: Begun, runner: ModelRunner, before: dict[Attempt, int]
-    ) -> list[Sampled]:
+    ) -> tuple[list[Sampled], list[Attempt]]:
         batch, sequences, behind = self._built.pop(begun)
         if batch.token_source is not None:
             batch = batch.after(np.array([before[each.key] for each in behind], dtype=np.int64))
@@ -112,7 +112,7 @@ class ModelEngine(DigestEngine):
         tokens, counts = iter(output.tokens.tolist()), output.counts or (1,) * len(sequences)
         return [
             Sampled(each.key, next(tokens)) for each, count in zip(sequences, counts, strict=True) for _ in range(count)
-        ]
+        ], []
 
 
 def check_answers(world: World, expected: Mapping[str, Expected]) -> None:

@@ -111,8 +111,10 @@ class DigestEngine:
         *,
         plan_ahead: bool = True,
         acceptance: float = 0.0,
+        lateness: float = 0.0,
     ) -> None:
-        """`acceptance`: the chance of a drafted token to be right."""
+        """`acceptance`: the chance of a drafted token to be right. `lateness`: that of a row to give no token, as if its
+        grammar's mask were not ready."""
         self._cluster = cluster
         self._random = random
         self._sizes = (blocks * BLOCK, host_blocks * BLOCK)
@@ -121,6 +123,7 @@ class DigestEngine:
         # Of its own, so that all else happens as without.
         self._moments = Random(17) if plan_ahead else None
         self._acceptance, self._guesses = acceptance, Random(18)
+        self._lateness, self._chances, self.late_rows = lateness, Random(19), 0
 
     def memory(self, node: WorkerNode) -> Memory:
         memory = self._memories.get(node)
@@ -203,7 +206,7 @@ class DigestEngine:
         for copy in plan.copies:
             if not copy.concurrent:
                 memory.move(copy)
-        sampled = self._rows(node, begun, memory.device, device.sampled)
+        sampled, late = self._rows(node, begun, memory.device, device.sampled)
         device.sampled = {each.attempt: each.token for each in sampled}
         for copy in plan.copies:  # as late as can be: no row may need them
             if copy.concurrent:
@@ -211,13 +214,13 @@ class DigestEngine:
         if device.steps:  # it does not wait for the host
             self._run(node, device)
         taken_s = 0.005 + 0.001 * (plan.tokens + sum(map(len, begun.drafts.values())))
-        self._cluster.feed(node, StepEnded(sampled, taken_s, drafts=self._judged(begun, sampled)))
+        self._cluster.feed(node, StepEnded(sampled, taken_s, drafts=self._judged(begun, sampled), late=late))
         node.worker.check()
 
     def _judged(self, begun: Begun, sampled: list[Sampled]) -> list[Drafted]:
         """What came of the drafts, and of others that were only expected."""
         counts = Counter([each.attempt for each in sampled])
-        judged = [Drafted(key, len(tokens), counts[key] - 1) for key, tokens in begun.drafts.items()]
+        judged = [Drafted(key, len(tokens), counts[key] - 1) for key, tokens in begun.drafts.items() if counts[key]]
         if self._acceptance and begun.plan.watched:
             others = [key for key in counts if key not in begun.drafts]
             judged += [
@@ -225,8 +228,10 @@ class DigestEngine:
             ]
         return judged
 
-    def _rows(self, node: WorkerNode, begun: Begun, slots: list[int], before: dict[Attempt, int]) -> list[Sampled]:
-        plan, kv, sampled = begun.plan, node.worker.kv, []
+    def _rows(
+        self, node: WorkerNode, begun: Begun, slots: list[int], before: dict[Attempt, int]
+    ) -> tuple[list[Sampled], list[Attempt]]:
+        plan, kv, sampled, late = begun.plan, node.worker.kv, list[Sampled](), list[Attempt]()
         padding = row_padding(plan.rows, plan.padded_to, kv) if plan.padded_to else [0] * len(plan.rows)
         windows = kv.geometry.windows
         for row, tables, filled in zip(plan.rows, begun.tables, padding, strict=True):
@@ -234,7 +239,8 @@ class DigestEngine:
             first = adapted(adapter)
             assert not adapter or adapter in node.worker.adapters.adapters, f"{node.name} does not hold {adapter}"
             if row.start == len(tokens):  # planned ahead, and the host does not know the token, or will not
-                tokens = [*tokens, before[row.sequence.key]]
+                # Without one it is computed in vain: what it writes nobody may read.
+                tokens = [*tokens, before.get(row.sequence.key, -1) if self._lateness else before[row.sequence.key]]
             drafted = begun.drafts.get(row.sequence.key, [])
             known, tokens = len(tokens), [*tokens, *drafted]
             end = row.start + row.count + len(drafted)
@@ -261,8 +267,12 @@ class DigestEngine:
                 for blocks in tables:
                     slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
             if row.start + row.count == known:
+                if self._lateness and (tokens[row.start] == -1 or self._chances.random() < self._lateness):
+                    late.append(row.sequence.key)
+                    continue
                 for count in range(known, len(tokens) + 1):
                     sampled.append(Sampled(row.sequence.key, next_token(first + tokens[:count])))
                     if tokens[count : count + 1] != [sampled[-1].token]:
                         break
-        return sampled
+        self.late_rows += len(late)
+        return sampled, late

@@ -172,8 +172,9 @@ class World:
         load_interval_s: float = GATEWAY_SETTINGS.load_interval_s,
         acceptance: float | None = None,
         step: tuple[int, int] = (8, 32),
+        lateness: float = 0.0,
     ) -> None:
-        """`step`: the most rows and tokens of one, as workers say it and the scheduler keeps to. `managers`: one that
+        """`lateness`: the chance of a row to sit a step out; then every request has a grammar. `step`: the most rows and tokens of one, as workers say it and the scheduler keeps to. `managers`: one that
         leads, the others stand by. `acceptance`: workers may draft, and a drafted token is right with this chance; None
         = they may not. `groups` of layers, by their windows: caches have `blocks` for each of them."""
         self.manager_names = (MANAGER, *STANDBY_MANAGERS[: managers - 1])
@@ -204,8 +205,9 @@ class World:
         )
         engine_random = Random(self.random.getrandbits(32))
         self.cluster.engine = DigestEngine(
-            self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead, acceptance=acceptance or 0.0
+            self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead, acceptance=acceptance or 0.0, lateness=lateness
         )
+        self._grammar = "any" if lateness else ""
         self.clients = Clients(self)
         self.cluster.clients = self.clients
         self.cluster.start()
@@ -485,7 +487,7 @@ class World:
             GATEWAY,
             prompt,
             len(prompt),
-            SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
+            SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,), grammar=self._grammar),
             self.now_s,
             traffic_class=traffic_class,
             slo=slo,

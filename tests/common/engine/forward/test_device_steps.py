@@ -29,6 +29,7 @@ from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 from tests.common.engine.driver import (
     VOCAB,
     Driver,
+    compile_grammars,
     check_schedule,
     make_runner,
     random_prompts,
@@ -75,6 +76,7 @@ def test_a_grammar_binds_the_rows_that_have_it_on_either_path(tmp_path: Path) ->
     texts = [grammar.of_regex("[0-9]{3}"), grammar.of_choice(["no", "yes"]), grammar.of_regex("("), ""]
 
     def generate(runner: ModelRunner) -> tuple[list[list[int]], set[int]]:
+        compile_grammars(runner, *filter(None, texts))
         driver, inputs = Driver(runner), [GrammarInputs(text) if text else None for text in texts]
         for index, each in enumerate(inputs):
             driver.add(str(index), [5, 6, 7 + index], SamplingRow(index, 3, temperature=0.9, grammar=each))

@@ -16,7 +16,7 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.errors import InvariantViolated
 from cohort.common.sampling_inputs import GrammarInputs, TokenHistory
-from tests.common.engine.driver import Driver, make_runner, random_prompts, refusing, save_random_model
+from tests.common.engine.driver import Driver, compile_grammars, make_runner, random_prompts, refusing, save_random_model
 from tests.common.engine.forward.test_device_steps import END, GRAPHS, device_runner
 from tests.engine_models import CONFIGS
 from tests.services.gateway.tiny_model import byte_level
@@ -164,6 +164,7 @@ def test_penalties_and_grammars_take_in_tokens_that_are_under_way(
         runner = make_runner(folder, device_steps=device_steps, share=graphs)
         driver, outputs = Driver(runner), dict[str, int]()
         bound = GrammarInputs(grammar.of_regex("[0-9]{3}"))
+        compile_grammars(runner, bound.text)
         for index, more in enumerate(
             (
                 {"frequency_penalty": 1.5, "repetition_penalty": 1.4, "history": TokenHistory([5, 6, 7])},

@@ -259,7 +259,7 @@ class ModelRunner:
     def _begin(self, batch: StepBatch) -> Launched | Done:
         self._prepare_thread()
         if batch.grammars and self._grammars is not None:
-            self._grammars.prepare(batch.grammars)
+            self._grammars.prepare(batch.grammars, batch.sampling)
         with torch.inference_mode():
             steps = None if batch.scoring else self._device_steps
             started = Done(self._execute(batch)) if steps is None else steps.launch(batch, lambda: self._masks(batch))

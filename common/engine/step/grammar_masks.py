@@ -42,8 +42,9 @@ _MASKS = 8
 STEP_S = 0.01
 """Processor time of all masks that a step computes on the engine thread, where everybody's tokens wait for them; one
 mask may exceed it, a grammar's first that does."""
-_TAKE_S = 20e-6
-"""Estimated processor time of stepping a matcher with one token, for answers that are replayed."""
+_REPLAYED, _TAKE_S = 16, 20e-6
+"""Tokens that a matcher is stepped with at once beyond which an answer counts as replayed; estimated processor time of
+each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,20 @@ class TokenMasks:
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """Grammar with the first mask of every answer, the processor time of that one and of the slowest mask so far."""
+    """Grammar with the first mask of every answer, and the processor time of its slowest mask so far."""
 
     matcher: Matcher
     first: Int32Array
-    first_s: float
     slowest_s: float
+
+    def note(self, cost_s: float) -> None:
+        self.slowest_s = max(self.slowest_s, cost_s)
+
+    def check(self) -> None:
+        """Raise `GrammarError` if one mask took more than an answer's whole account: then all its answers end, as they
+        would one after the other."""
+        if self.slowest_s > _MASKS * MASK_S:
+            raise _too_slow(self.slowest_s, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +87,8 @@ class _Answer:
     mask: Future[tuple[Int32Array, float]] | None = None
     costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MASKS))
     """Processor times of its last masks."""
+    mean_s: float = 0.0
+    """Moving average of these; 0 before the first, which is tried."""
 
     @property
     def is_broken(self) -> bool:
@@ -86,13 +97,16 @@ class _Answer:
     def note(self, cost_s: float) -> None:
         """Enter a mask into the account. Raises `GrammarError` beyond it; masks that are still to come count as 0."""
         self.costs_s.append(cost_s)
-        compiled = self.compiled.result()
-        compiled.slowest_s = max(compiled.slowest_s, cost_s)
+        self.mean_s += (cost_s - self.mean_s) / len(self.costs_s)
         if (spent_s := sum(self.costs_s)) > _MASKS * MASK_S:
-            raise GrammarError(
-                f"to find the tokens that may come next took {1000 * spent_s:.0f} ms of processor time for its last "
-                f"{len(self.costs_s)} tokens; at most {1000 * _MASKS * MASK_S:.0f} ms for {_MASKS} are possible"
-            )
+            raise _too_slow(spent_s, len(self.costs_s))
+
+
+def _too_slow(spent_s: float, masks: int) -> GrammarError:
+    return GrammarError(
+        f"the tokens that may come next took {1000 * spent_s:.0f} ms of processor time to find, for {masks} tokens; "
+        f"the limit is {1000 * _MASKS * MASK_S:.0f} ms for {_MASKS}"
+    )
 
 
 Find = Callable[[GrammarInputs, SamplingRow], Int32Array | None]
@@ -119,6 +133,10 @@ class GrammarMasks:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._left_s = STEP_S
         """Time left of the step's account."""
+        self._crowded = False
+        """Whether the last step left masks to the helper."""
+        self._counted_s = 0.0
+        """Value of the clock up to which the account has been charged."""
         # Bits of the last word that are tokens: what a grammar's vocabulary has beyond the logits cannot be sampled.
         self._last_word = np.uint32((1 << (vocabulary % _WORD_BITS or _WORD_BITS)) - 1).view(np.int32)
 
@@ -130,12 +148,28 @@ class GrammarMasks:
             log.info("no structured output", reason=str(error))
             return GrammarMasks(None, vocabulary, str(error))
 
-    def prepare(self, grammars: Sequence[GrammarInputs]) -> None:
-        """Begin a step: open its account, and begin to compile what its rows will need; returns at once."""
+    def prepare(self, grammars: Sequence[GrammarInputs], rows: Sequence[SamplingRow] = ()) -> None:
+        """Begin a step: open its account, and begin to compile what its rows will need; returns at once. `rows`: those
+        that it samples. If the last step had no time for all masks, the helper begins with those that this one will
+        have none for, while the forward runs."""
         self._left_s = STEP_S
         for inputs in grammars:
             if inputs.answer is None and not inputs.failure:
                 self._answer(inputs)
+        crowded, self._crowded = self._crowded, False
+        if crowded:
+            self._share([index for index, row in enumerate(rows) if row.grammar and not row.grammar.failure], rows)
+
+    def _share(self, due: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
+        """Hand the helper what the step has no time for. Return the rest, cheap masks first."""
+        here, planned_s = list[int](), 0.0
+        for expected_s, index in sorted([(_expected_s(rows[index]), index) for index in due]):
+            if planned_s + expected_s <= self._left_s:
+                planned_s += expected_s
+                here.append(index)
+            else:
+                self._hand_over(rows[index])
+        return here
 
     def of(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         """Return the masks; None if no row has a grammar. End tokens that are banned yet stay away only if others may
@@ -161,20 +195,13 @@ class GrammarMasks:
         """Set the bits of these rows, cheap masks first. Return those that have none yet. The helper gets what the step
         has no time for before the rest is computed, so that some of it is ready then."""
         due = [index for index in bound if not self._try(masks, index, rows[index], self._known)]
-        here, planned_s = list[int](), 0.0
-        for expected_s, index in sorted([(_expected_s(rows[index]), index) for index in due]):
-            if planned_s + expected_s <= self._left_s:
-                planned_s += expected_s
-                here.append(index)
+        here = self._share(due, rows)
+        self._counted_s = self._clock()
+        for index in here:
+            if self._left_s > 0.0:
+                self._try(masks, index, rows[index], self._computed)
             else:
                 self._hand_over(rows[index])
-        for index in here:
-            if self._left_s <= 0.0:
-                self._hand_over(rows[index])
-                continue
-            began_s = self._clock()
-            self._try(masks, index, rows[index], self._computed)
-            self._left_s -= self._clock() - began_s
         return [index for index in due if not self._try(masks, index, rows[index], self._known)]
 
     def _try(self, masks: TokenMasks, index: int, row: SamplingRow, find: Find) -> bool:
@@ -210,14 +237,14 @@ class GrammarMasks:
         if answer.mask is not None:
             if row.ahead or not answer.mask.done():
                 return None
+            self._crowded = True
             mask, answer.mask = answer.mask, None
             bits, cost_s = mask.result()
             answer.note(cost_s)
             return bits
         if inputs.output or row.ahead:
             return None
-        if not answer.costs_s:
-            answer.note(compiled.first_s)
+        compiled.check()
         return compiled.first
 
     def _computed(self, inputs: GrammarInputs, row: SamplingRow) -> Int32Array | None:
@@ -225,37 +252,55 @@ class GrammarMasks:
         answer = self._answer(inputs)
         if answer.mask is not None:
             return None
-        bits, cost_s = self._compute(inputs, answer, row.ahead)
-        answer.note(cost_s)
+        replay_s = 0.0
+        try:
+            bits, replay_s = self._compute(inputs, answer, row.ahead)
+        finally:  # one that fails takes as long
+            before_s, self._counted_s = self._counted_s, self._clock()
+            spent_s = self._counted_s - before_s
+            self._left_s -= spent_s
+            answer.compiled.result().note(spent_s - replay_s)
+        answer.note(spent_s - replay_s)
         return bits
 
     def _hand_over(self, row: SamplingRow) -> None:
-        """Have the helper compute a mask; what follows drafts is not worth it."""
+        """Let the helper compute a mask; what follows drafts is not worth it."""
         if (inputs := row.grammar) is None or row.ahead:
             return
         answer = self._answer(inputs)
-        if answer.mask is None:
-            answer.mask = self._helper.submit(self._compute, inputs, answer, ())
+        if answer.mask is None and answer.compiled.done() and inputs.output:
+            self._crowded = True
+            answer.mask = self._helper.submit(self._help, inputs, answer)
 
-    def _compute(
-        self, inputs: GrammarInputs, answer: _Answer, ahead: tuple[int, ...]
-    ) -> tuple[Int32Array, float]:
-        """Return a mask, and the processor time of it and of one token before it: a replayed answer costs only once."""
-        matcher = answer.matcher
+    def _help(self, inputs: GrammarInputs, answer: _Answer) -> tuple[Int32Array, float]:
+        """Compute a mask in the helper's thread; return it with its processor time."""
+        began_s, replay_s = self._clock(), 0.0
+        try:
+            bits, replay_s = self._compute(inputs, answer, ())
+        finally:
+            cost_s = self._clock() - began_s - replay_s
+            answer.compiled.result().note(cost_s)
+        return bits, cost_s
+
+    def _compute(self, inputs: GrammarInputs, answer: _Answer, ahead: tuple[int, ...]) -> tuple[Int32Array, float]:
+        """Return a mask, and the processor time of tokens that were replayed for it, which count for no mask."""
+        matcher, compiled = answer.matcher, answer.compiled.result()  # which is done
+        compiled.check()
         if matcher is None:
-            matcher = answer.matcher = answer.compiled.result().matcher.copy()  # which is compiled by now
-        began_s, behind = self._clock(), max(1, len(inputs.output) - matcher.taken)
+            matcher = answer.matcher = compiled.matcher.copy()
+        replays = len(inputs.output) - matcher.taken > _REPLAYED
+        replay_s = self._clock() if replays else 0.0
         matcher.take(inputs.output[matcher.taken :])
-        taken_s = self._clock() - began_s
+        if replays:
+            replay_s = self._clock() - replay_s
         with matcher.ahead(ahead):
-            bits = self._mask(matcher)
-        return bits, self._clock() - began_s - taken_s * (1 - 1 / behind)
+            return self._mask(matcher), replay_s
 
     def _mask(self, matcher: Matcher) -> Int32Array:
         assert self._tokens is not None
-        whole = np.zeros(self._tokens.words, dtype=np.int32)
-        matcher.mask(whole)
-        bits = whole[: self._words].copy() if self._tokens.words != self._words else whole
+        bits = np.zeros(max(self._tokens.words, self._words), dtype=np.int32)
+        matcher.mask(bits[: self._tokens.words])
+        bits = bits[: self._words]
         bits[-1] &= self._last_word
         if not bits.any():
             raise GrammarError("no token of the model may come next")
@@ -266,7 +311,7 @@ class GrammarMasks:
         for token in banned:
             if 0 <= token < self._words * _WORD_BITS:
                 into[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
-        if not into.any():
+        if banned and not into.any():
             into[:] = bits
 
     def _wait(self, late: Sequence[GrammarInputs | None]) -> None:
@@ -304,7 +349,7 @@ class GrammarMasks:
         matcher, began_s = self._tokens.compile(text), self._clock()
         first = self._mask(matcher)
         cost_s = self._clock() - began_s
-        return _Compiled(matcher, first, cost_s, cost_s)
+        return _Compiled(matcher, first, cost_s)
 
 
 def _expected_s(row: SamplingRow) -> float:
@@ -315,14 +360,13 @@ def _expected_s(row: SamplingRow) -> float:
     answer = inputs.answer
     if not answer.compiled.done() or answer.mask is not None or len(inputs.output) < row.awaits:
         return math.inf
-    if (slowest_s := answer.compiled.result().slowest_s) > STEP_S:
+    if answer.compiled.result().slowest_s > STEP_S:
         return math.inf
     taken = 0 if answer.matcher is None else answer.matcher.taken
-    mean_s = sum(answer.costs_s) / len(answer.costs_s) if answer.costs_s else slowest_s
-    return mean_s + _TAKE_S * (len(inputs.output) - taken)
+    return answer.mean_s + _TAKE_S * (len(inputs.output) - taken)
 
 
 def _compiled_bytes(text: str) -> int:
-    """Return the estimated memory of a compiled grammar, from its text. Measured: 0 to 80 bytes a character of a schema,
-    more the longer it is, 150 once masks were found with it."""
+    """Return the estimated memory of a compiled grammar, from its text. Measured: 0 to 80 bytes a character of a
+    schema, more the longer it is, and 150 once masks were found with it."""
     return (64 << 10) + 150 * len(text)

@@ -132,12 +132,14 @@ class Held:
         return following[0].instance if following else None
 
 
-NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared", "drafts", "grammars"]
+NotAhead = Literal[
+    "prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared", "drafts", "grammars"
+]
 """Reason why the step after the one in flight is not planned ahead: a prompt goes on, and its next chunk is still to be
 decided; no row goes on; a sequence does not run any more; KV is under way or copied; something waits for a decision;
 the scheduler might choose other rows; blocks lack; a row's next slot is, or may become, another sequence's
-(`KvAllocator.extend_ahead`); the engine expects several tokens of a sequence, which only a decided step can draft; a row sat a
-step out, waiting for its grammar."""
+(`KvAllocator.extend_ahead`); the engine expects several tokens of a sequence, which only a decided step can draft; a
+row sat a step out, waiting for its grammar."""
 
 
 @dataclass(slots=True)

@@ -113,8 +113,8 @@ class DigestEngine:
         acceptance: float = 0.0,
         lateness: float = 0.0,
     ) -> None:
-        """`acceptance`: the chance of a drafted token to be right. `lateness`: that of a row to give no token, as if its
-        grammar's mask were not ready."""
+        """`acceptance`: the chance of a drafted token to be right. `lateness`: that of a row to give no token, as if
+        its grammar's mask were not ready."""
         self._cluster = cluster
         self._random = random
         self._sizes = (blocks * BLOCK, host_blocks * BLOCK)

@@ -174,9 +174,10 @@ class World:
         step: tuple[int, int] = (8, 32),
         lateness: float = 0.0,
     ) -> None:
-        """`lateness`: the chance of a row to sit a step out; then every request has a grammar. `step`: the most rows and tokens of one, as workers say it and the scheduler keeps to. `managers`: one that
+        """`step`: the most rows and tokens of one, as workers say it and the scheduler keeps to. `managers`: one that
         leads, the others stand by. `acceptance`: workers may draft, and a drafted token is right with this chance; None
-        = they may not. `groups` of layers, by their windows: caches have `blocks` for each of them."""
+        = they may not. `groups` of layers, by their windows: caches have `blocks` for each of them.
+        `lateness`: the chance of a row to sit a step out; then every request has a grammar."""
         self.manager_names = (MANAGER, *STANDBY_MANAGERS[: managers - 1])
         self._max_loras, self._step = max_loras, step
         self._speculation = SpeculationConfig("off" if acceptance is None else "lookup", max_drafts=6)
@@ -205,7 +206,13 @@ class World:
         )
         engine_random = Random(self.random.getrandbits(32))
         self.cluster.engine = DigestEngine(
-            self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead, acceptance=acceptance or 0.0, lateness=lateness
+            self.cluster,
+            engine_random,
+            blocks,
+            host_blocks,
+            plan_ahead=plan_ahead,
+            acceptance=acceptance or 0.0,
+            lateness=lateness,
         )
         self._grammar = "any" if lateness else ""
         self.clients = Clients(self)

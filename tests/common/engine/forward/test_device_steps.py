@@ -29,8 +29,8 @@ from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 from tests.common.engine.driver import (
     VOCAB,
     Driver,
-    compile_grammars,
     check_schedule,
+    compile_grammars,
     make_runner,
     random_prompts,
     reference_generate,

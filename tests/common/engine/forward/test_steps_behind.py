@@ -16,7 +16,14 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.errors import InvariantViolated
 from cohort.common.sampling_inputs import GrammarInputs, TokenHistory
-from tests.common.engine.driver import Driver, compile_grammars, make_runner, random_prompts, refusing, save_random_model
+from tests.common.engine.driver import (
+    Driver,
+    compile_grammars,
+    make_runner,
+    random_prompts,
+    refusing,
+    save_random_model,
+)
 from tests.common.engine.forward.test_device_steps import END, GRAPHS, device_runner
 from tests.engine_models import CONFIGS
 from tests.services.gateway.tiny_model import byte_level

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from cohort.common import grammar
 from cohort.common.engine.device.uploads import Uploads
+from cohort.common.engine.step import grammar_masks
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.engine.step.device_sampler import sample_on_device
 from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.step.sampler import sample
 from cohort.common.grammar import GrammarError, GrammarTokens
-from cohort.common.sampling_inputs import GrammarInputs, LogitBias
+from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 from tests.examples import examples
 from tests.services.gateway.tiny_model import EOS, byte_level
 
@@ -273,6 +275,140 @@ def test_hostile_grammars_are_errors() -> None:
         matcher = TOKENS.compile(grammar.of_json_schema(wide))
         matcher.take(TOKENS.tokens.tokenize_str("{"))
         matcher.mask(np.zeros(TOKENS.words, dtype=np.int32))
+
+
+class Ticks:
+    """A clock that moves by so many seconds with every look at it: that many a mask of the engine thread."""
+
+    def __init__(self, steps_s: list[float]) -> None:
+        self._steps_s, self._now_s, self._looks = steps_s, 0.0, 0
+
+    def __call__(self) -> float:
+        self._looks += 1
+        self._now_s += self._steps_s[self._looks % len(self._steps_s)]
+        return self._now_s
+
+
+def _compiled(engine: GrammarMasks, *texts: str) -> GrammarMasks:
+    for text in texts:
+        engine._begin(text).result()
+    return engine
+
+
+def test_a_request_whose_masks_are_slow_ends_with_both_figures() -> None:
+    text = grammar.of_regex("[ab]{40}")
+    engine, inputs = _compiled(GrammarMasks(TOKENS, VOCAB, clock=Ticks([0.006])), text), GrammarInputs(text)
+    a, counted = TOKENIZER.encode("a").ids[0], 0
+    while not inputs.failure:
+        ready(engine, [SamplingRow(0, counted, grammar=inputs)])
+        inputs.output.append(a)
+        counted += 1
+    assert "took 42 ms" in inputs.failure and "for 7 tokens; the limit is 40 ms for 8" in inputs.failure
+    assert counted == 8, "the first mask is the grammar's, made when it is compiled"
+
+
+def test_one_mask_beyond_the_whole_account_ends_every_answer_of_its_grammar() -> None:
+    text = grammar.of_regex("[ab]{40}")
+    engine = _compiled(GrammarMasks(TOKENS, VOCAB, clock=Ticks([0.039])), text)
+    rows = [SamplingRow(0, 1, grammar=GrammarInputs(text, TOKENIZER.encode("a").ids)) for _ in range(5)]
+    engine._clock = Ticks([0.05])
+    found = ready(engine, rows)
+    assert found is not None and set(found.failures) == set(range(5))
+
+
+def test_a_step_computes_what_its_account_has_time_for_and_a_helper_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, threads = grammar.of_regex("[ab]{40}"), list[str]()
+    engine = _compiled(GrammarMasks(TOKENS, VOCAB, clock=Ticks([0.002])), text)
+    masked = GrammarMasks._mask
+
+    def counted(self: GrammarMasks, matcher: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return masked(self, matcher)
+
+    monkeypatch.setattr(GrammarMasks, "_mask", counted)
+    rows = [SamplingRow(0, 1, grammar=GrammarInputs(text, TOKENIZER.encode("ab").ids)) for _ in range(40)]
+    rows.append(SamplingRow(0, 0))
+    given, steps = set[int](), 0
+    while len(given) < 40:
+        engine.prepare([row.grammar for row in rows if row.grammar])
+        before = threads.count("MainThread")
+        found = engine.of(rows)
+        assert found is not None and threads.count("MainThread") - before <= 5
+        assert 40 not in found.late, "a row without a grammar waits for none"
+        given |= set(range(40)) - found.late
+        steps += 1
+    assert any(name.startswith("masks") for name in threads)
+
+
+def test_no_step_waits_for_a_grammar_that_is_compiled() -> None:
+    engine, go = masks(), threading.Event()
+    engine._compiler.submit(go.wait)
+    inputs = GrammarInputs(grammar.of_choice(["ab"]))
+    rows = [SamplingRow(0, 0, grammar=inputs), SamplingRow(0, 0)]
+    for _ in range(3):
+        engine.prepare([inputs])
+        found = engine.of(rows)
+        assert found is not None and (found.late, found.failures) == ({0}, {}) and inputs.late
+    go.set()
+    found = ready(engine, rows)
+    assert found is not None and _allowed(found.bits[0]) == TOKENIZER.encode("a").ids and not inputs.late
+
+
+def test_a_row_behind_a_late_one_has_no_token_and_takes_none() -> None:
+    """The step before sampled nothing that means anything; penalties do not count it either."""
+    text = grammar.of_choice(["ab"])
+    inputs, history = GrammarInputs(text, late=True), TokenHistory([1])
+    behind = SamplingRow(0, 1, presence_penalty=1.0, history=history, grammar=inputs, awaits=1)
+    behind.apply_last_token(7)
+    assert inputs.output == [] and history.output_tokens == 0
+    found = _compiled(masks(), text).of([behind, SamplingRow(0, 0)])
+    assert found is not None and found.late == {0} and inputs.late
+
+
+@settings(max_examples=examples(0.3), deadline=None)
+@given(
+    st.lists(schemas, min_size=1, max_size=3),
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from([0.0, 0.0005, 0.003, 0.009]), min_size=1, max_size=9),
+)
+def test_rows_that_sit_steps_out_say_the_same(schemas: list[Any], seed: int, steps_s: list[float]) -> None:
+    """Whatever is late, whenever: slow masks are the helper's, and grammars are compiled while others go on."""
+    texts = [grammar.of_json_schema(schema) for schema in schemas]
+    expected = [drive(text, seed, most=25) for text in texts]
+    engine = GrammarMasks(TOKENS, VOCAB, clock=Ticks(steps_s))
+    generators = [torch.Generator().manual_seed(seed) for _ in texts]
+    inputs, answers = [GrammarInputs(text) for text in texts], [list[int]() for _ in texts]
+    logits = [torch.randn(1, VOCAB, generator=each) * 3 for each in generators]
+    while open_ := [index for index, tokens in enumerate(answers) if tokens[-1:] != [END] and len(tokens) < 25]:
+        rows = [SamplingRow(seed, len(answers[index]), grammar=inputs[index]) for index in open_]
+        engine.prepare([inputs[index] for index in open_], rows)
+        output = sample(torch.cat([logits[index] for index in open_]), rows, engine.of(rows))
+        for place, index in enumerate(open_):
+            if place in output.failures:  # the account is used up
+                assert "of processor time" in output.failures[place]
+                assert answers[index] == expected[index][: len(answers[index])]
+                answers[index] = [END]
+            elif place not in output.late:
+                answers[index].append(int(output.tokens[place]))
+                if answers[index][-1] != END:
+                    inputs[index].output.append(answers[index][-1])
+                logits[index] = torch.randn(1, VOCAB, generator=generators[index]) * 3
+    assert all(found in (right, [END]) for found, right in zip(answers, expected, strict=True))
+
+
+def test_compiled_grammars_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "_COMPILED_BYTES", 1 << 20)
+    engine = masks()
+    texts = [grammar.of_choice([f"{index}", *["x" * 500] * 2]) for index in range(12)]
+    inputs = [GrammarInputs(text) for text in texts]
+    engine.prepare(inputs)
+    assert 0 < engine._compiled_bytes <= 1 << 20 and list(engine._compiled) == texts[-len(engine._compiled) :]
+    assert len(engine._compiled) < 12
+    found = ready(engine, [SamplingRow(0, 0, grammar=each) for each in inputs])  # their answers have them still
+    assert found is not None and not found.failures
+    alone = grammar.of_choice(["y" * 9000])
+    engine.prepare([GrammarInputs(alone)])
+    assert list(engine._compiled) == [alone], "a large one pushes all others out"
 
 
 def _allowed(bits: np.ndarray) -> list[int]:

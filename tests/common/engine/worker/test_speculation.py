@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import pytest
 
 from cohort.common import grammar
 from cohort.common.engine.drafts.batch_drafts import DraftModel
+from cohort.common.engine.step.grammar_masks import GrammarMasks
 from cohort.common.engine.worker import worker_loop
 from cohort.common.messages import TokenBatch
 from cohort.common.policies.speculation import Speculation
@@ -151,6 +153,40 @@ async def test_a_grammar_binds_drafted_tokens(
         assert running.machine.counters.accepted_tokens["rt"] > 30  # more than the free one alone has
     _same(drafted, plain)
     assert byte_level().decode(drafted["bound"][0]).strip("\x00").isdecimal()
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+async def test_drafted_rows_that_sit_steps_out_have_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool
+) -> None:
+    monkeypatch.setattr(Speculation, "_best", _three_each)
+    folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
+    byte_level().save(str(folder / "tokenizer.json"))
+    digits: dict[str, Any] = {"grammar": grammar.of_regex("[0-9]{30}"), "stop_token_ids": (2,), "logprobs": 1}
+    asked = [request("bound", [5, 6, 7], max_tokens=40, temperature=0.9, seed=4, **digits)]
+    options: dict[str, Any] = {**OFTEN_AHEAD, "device_steps": device_steps}
+    with monkeypatch.context() as patch:
+        async with worker(folder, tmp_path, patch, **options) as running:
+            plain = await _asked(running, asked, together=False)
+    monkeypatch.setattr(Oracle, "known", [[5, 6, 7, *plain["bound"][0]]])
+    monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
+    looks = itertools.count()
+    monkeypatch.setattr(GrammarMasks, "prepare", _late_in_turn(GrammarMasks.prepare, looks))
+    async with worker(folder, tmp_path, monkeypatch, speculation="lookup", **options) as running:
+        drafted = await _asked(running, asked, together=False)
+        counters = running.machine.counters
+        assert counters.accepted_tokens["rt"] > 0 and counters.late_rows > 0
+    _same(drafted, plain)
+
+
+def _late_in_turn(prepare: Any, looks: Iterator[int]) -> Any:
+    """Every other step has no time for masks."""
+
+    def begin(self: GrammarMasks, *args: Any) -> None:
+        prepare(self, *args)
+        self._left_s = 10.0 * (next(looks) % 2)
+
+    return begin
 
 
 async def test_a_prompt_that_repeats_is_drafted_from_itself(

@@ -23,6 +23,7 @@ from cohort.common import grammar
 from cohort.common.config import load_config
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
+from cohort.common.engine.step import grammar_masks
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.worker.engine_threads import StepUnderWay, device_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
@@ -288,6 +289,35 @@ async def test_a_grammar_binds_the_same_tokens_with_steps_begun_ahead(
     assert answers[0] == answers[1]
     tokens, finish = answers[1]["bound"]
     assert finish is FinishReason.STOP and byte_level().decode(tokens).strip("\x00").isdecimal()
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+@pytest.mark.parametrize("plan_ahead", [False, True])
+async def test_rows_that_sit_steps_out_have_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool, plan_ahead: bool
+) -> None:
+    """With no time in a step every mask is the helper's, and its row late at first; penalties count no token twice."""
+    folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
+    byte_level().save(str(folder / "tokenizer.json"))
+    monkeypatch.setattr(WorkerLoop, "_plan_after_s", lambda self, plan: 0.0)
+    digits: dict[str, Any] = {"grammar": grammar.of_regex("[0-9]{20}"), "stop_token_ids": (2,), "max_tokens": 40}
+    answers, late = [], []
+    for step_s in (10.0, 0.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_masks, "STEP_S", step_s)
+            async with worker(folder, tmp_path, patch, plan_ahead=plan_ahead, device_steps=device_steps) as running:
+                bus = running.bus
+                for name, sampling in {
+                    "sampled": digits | {"temperature": 0.9, "seed": 4},
+                    "greedy": digits | {"temperature": 0.0, "frequency_penalty": 0.7, "logprobs": 1},
+                    "free": {"temperature": 0.9, "seed": 5, "max_tokens": 30},
+                }.items():
+                    bus.inbox.put_nowait(request(name, [5, 6, 7 + len(name)], **sampling))
+                await bus.until(lambda: sum(finish is not None for _, finish in bus.updates().values()) == 3)  # noqa: B023
+                answers.append(bus.updates())
+                late.append(running.machine.counters.late_rows)
+    assert answers[0] == answers[1]
+    assert late[1] > 30 > late[0]
 
 
 async def test_a_failed_step_costs_its_requests_and_nothing_else(

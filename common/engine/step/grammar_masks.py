@@ -158,7 +158,7 @@ class GrammarMasks:
                 self._answer(inputs)
         crowded, self._crowded = self._crowded, False
         if crowded:
-            self._share([index for index, row in enumerate(rows) if row.grammar and not row.grammar.failure], rows)
+            self._share([index for index, row in enumerate(rows) if _has_all_tokens(row)], rows)
 
     def _share(self, due: Sequence[int], rows: Sequence[SamplingRow]) -> list[int]:
         """Hand the helper what the step has no time for. Return the rest, cheap masks first."""
@@ -350,6 +350,12 @@ class GrammarMasks:
         first = self._mask(matcher)
         cost_s = self._clock() - began_s
         return _Compiled(matcher, first, cost_s)
+
+
+def _has_all_tokens(row: SamplingRow) -> bool:
+    """Return whether a row's mask can be looked for before the step: the one before it may be under way."""
+    inputs = row.grammar
+    return inputs is not None and not inputs.failure and len(inputs.output) >= row.awaits
 
 
 def _expected_s(row: SamplingRow) -> float:

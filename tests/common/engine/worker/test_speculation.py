@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from cohort.common.policies.speculation import Speculation
 from tests.common.engine.drafts.learned_head import learn_by_heart
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.driver import random_prompts, save_random_model
-from tests.common.engine.worker.test_worker_loop import HeldBus, ModelFolder, Running, request, worker
+from tests.common.engine.worker.test_worker_loop import HeldBus, ModelFolder, Running, late_in_turn, request, worker
 from tests.engine_models import CONFIGS, VOCAB
 from tests.examples import another_of_its_kind
 from tests.services.gateway.tiny_model import byte_level
@@ -170,23 +169,12 @@ async def test_drafted_rows_that_sit_steps_out_have_the_same_tokens(
             plain = await _asked(running, asked, together=False)
     monkeypatch.setattr(Oracle, "known", [[5, 6, 7, *plain["bound"][0]]])
     monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
-    looks = itertools.count()
-    monkeypatch.setattr(GrammarMasks, "prepare", _late_in_turn(GrammarMasks.prepare, looks))
+    monkeypatch.setattr(GrammarMasks, "prepare", late_in_turn(GrammarMasks.prepare))
     async with worker(folder, tmp_path, monkeypatch, speculation="lookup", **options) as running:
         drafted = await _asked(running, asked, together=False)
         counters = running.machine.counters
         assert counters.accepted_tokens["rt"] > 0 and counters.late_rows > 0
     _same(drafted, plain)
-
-
-def _late_in_turn(prepare: Any, looks: Iterator[int]) -> Any:
-    """Every other step has no time for masks."""
-
-    def begin(self: GrammarMasks, *args: Any) -> None:
-        prepare(self, *args)
-        self._left_s = 10.0 * (next(looks) % 2)
-
-    return begin
 
 
 async def test_a_prompt_that_repeats_is_drafted_from_itself(

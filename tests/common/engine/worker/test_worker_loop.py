@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +26,7 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.step import grammar_masks
 from cohort.common.engine.step.batch import StepBatch
+from cohort.common.engine.step.grammar_masks import GrammarMasks
 from cohort.common.engine.worker.engine_threads import StepUnderWay, device_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
@@ -291,20 +293,33 @@ async def test_a_grammar_binds_the_same_tokens_with_steps_begun_ahead(
     assert finish is FinishReason.STOP and byte_level().decode(tokens).strip("\x00").isdecimal()
 
 
+def late_in_turn(prepare: Callable[..., None]) -> Callable[..., None]:
+    """Every other step has no time for masks."""
+    looks = itertools.count()
+
+    def begin(self: GrammarMasks, *args: Any) -> None:
+        prepare(self, *args)
+        self._left_s = 10.0 * (next(looks) % 2)
+
+    return begin
+
+
 @pytest.mark.parametrize("device_steps", [False, True])
 @pytest.mark.parametrize("plan_ahead", [False, True])
 async def test_rows_that_sit_steps_out_have_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool, plan_ahead: bool
 ) -> None:
-    """With no time in a step every mask is the helper's, and its row late at first; penalties count no token twice."""
+    """Every other step has no time for masks, or none has any: penalties count no token twice then either."""
     folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
     byte_level().save(str(folder / "tokenizer.json"))
     monkeypatch.setattr(WorkerLoop, "_plan_after_s", lambda self, plan: 0.0)
     digits: dict[str, Any] = {"grammar": grammar.of_regex("[0-9]{20}"), "stop_token_ids": (2,), "max_tokens": 40}
     answers, late = [], []
-    for step_s in (10.0, 0.0):
+    for step_s, in_turn in ((10.0, False), (10.0, True), (0.0, False)):
         with monkeypatch.context() as patch:
             patch.setattr(grammar_masks, "STEP_S", step_s)
+            if in_turn:
+                patch.setattr(GrammarMasks, "prepare", late_in_turn(GrammarMasks.prepare))
             async with worker(folder, tmp_path, patch, plan_ahead=plan_ahead, device_steps=device_steps) as running:
                 bus = running.bus
                 for name, sampling in {
@@ -316,8 +331,8 @@ async def test_rows_that_sit_steps_out_have_the_same_tokens(
                 await bus.until(lambda: sum(finish is not None for _, finish in bus.updates().values()) == 3)  # noqa: B023
                 answers.append(bus.updates())
                 late.append(running.machine.counters.late_rows)
-    assert answers[0] == answers[1]
-    assert late[1] > 30 > late[0]
+    assert answers[0] == answers[1] == answers[2]
+    assert late[1] > 15 > late[0] and late[2] > 0
 
 
 async def test_a_failed_step_costs_its_requests_and_nothing_else(

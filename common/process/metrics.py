@@ -242,6 +242,7 @@ class EngineMetrics:
             "Positions a draft model computed first, of prompts and of KV that came from elsewhere",
         )
         self.wasted_rows = make.counter("wasted_rows", "Rows computed for requests that had ended meanwhile")
+        self.late_rows = make.counter("late_rows", "Rows without a token, because what a grammar allows was not known")
         self.loras_held = make.gauge("lora_adapters_held", "LoRA adapters that requests need not wait for")
         self.lora_loads = make.counter("lora_loads", "LoRA adapters read, by outcome: loaded, failed", ("outcome",))
         self.gap_seconds = make.histogram(

@@ -111,6 +111,7 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
             for source in get_args(DraftSource)
         ),
         Stat("wasted_rows_total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
+        Stat("late_rows_total", lambda s: s.counters.late_rows, engine.late_rows()),
         Stat("loras_held", lambda s: len(s.stats.adapters), engine.loras_held()),
         Stat("lora_loads_total", lambda s: s.counters.adapter_loads, engine.lora_loads("loaded")),
         Stat("", lambda s: s.counters.adapter_failures, engine.lora_loads("failed")),

@@ -60,3 +60,21 @@ def run_one(worker: WorkerMachine, name: str, tokens: int, *, slower: float = 1.
         (plan,) = plans
         sampled = [Sampled(row.sequence.key, 7) for row in plan.rows if row.start + row.count == row.sequence.known]
         effects = worker.handle(0.0, StepEnded(sampled, slower * 0.001 * (1 + plan.tokens)))
+
+
+def test_steps_with_grammars_teach_nothing() -> None:
+    """What their masks take is up to a request, and would steer all others."""
+    said = whole("slow", max_tokens=4)
+    sampling = msgspec.structs.replace(said.request.sampling, grammar="any")
+    bound = msgspec.structs.replace(said, request=msgspec.structs.replace(said.request, sampling=sampling))
+    for iteration in compose.ITERATIONS:
+        worker, plain = of(iteration), whole("plain", max_tokens=4)
+        effects = worker.handle(0.0, Received("manager", bound))
+        while plans := [effect.plan for effect in effects if isinstance(effect, StartStep)]:
+            rows = [row for row in plans[0].rows if row.start + row.count == row.sequence.known]
+            effects = worker.handle(0.0, StepEnded([Sampled(row.sequence.key, 7) for row in rows], 30.0))
+        assert worker.idle and worker.state.averages.step_s == 0.0
+        assert worker.times is None or len(worker.times.table) == 0, iteration
+        worker.handle(0.0, Received("manager", plain))
+        worker.handle(0.0, StepEnded([Sampled(plain.request.attempt, 7)], 0.1))
+        assert worker.state.averages.step_s == 0.1

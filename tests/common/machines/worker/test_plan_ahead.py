@@ -386,6 +386,26 @@ def test_penalties_and_grammars_keep_no_step_waiting(sampling: dict[str, Any]) -
     assert refusals(worker) == {}
 
 
+def test_a_row_that_gave_no_token_is_planned_again_and_nothing_behind_it() -> None:
+    """The one that was planned behind it already counts for nothing."""
+    worker, late = machine(Role.UNIFIED), [Attempt("a", 1)]
+    worker.handle(0.0, Received("manager", whole("a")))
+    effects = worker.handle(0.1, StepEnded([], 0.1, late=late))
+    assert rows(effects[-1]) == [("a", PROMPT - 1, 1)], "the prompt's last position"
+    worker.handle(0.2, sampled("a"))
+    (ahead,) = worker.handle(0.25, PlanAhead())
+    assert rows(ahead) == [("a", PROMPT + 1, 1)]
+    worker.handle(0.3, StepEnded([], 0.1, late=late))
+    assert worker.handle(0.35, PlanAhead()) == []
+    assert refusals(worker) == {"grammars": 1}
+    effects = worker.handle(0.4, StepEnded([], 0.1, late=late))
+    assert rows(effects[-1]) == [("a", PROMPT, 1)]
+    effects = worker.handle(0.5, sampled("a"))
+    assert rows(effects[-1]) == [("a", PROMPT + 1, 1)] and worker.counters.late_rows == 3
+    assert rows(worker.handle(0.55, PlanAhead())[-1]) == [("a", PROMPT + 2, 1)]
+    worker.check()
+
+
 def test_a_scored_prompt_that_waits_for_its_turn_is_not_kept_waiting() -> None:
     worker = machine(Role.UNIFIED)
     sampling = SamplingParams(max_tokens=8, prompt_logprobs=0)

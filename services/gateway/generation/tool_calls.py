@@ -189,21 +189,21 @@ class ToolParser:
 
     def _content_until(self, marker: str) -> Generator[None, str, bool]:
         """Read content; return whether the marker came. White space is held until it is known that no call follows."""
-        held = ""
+        white: list[str] = []  # held before `tail`, which is the marker's beginning
+        tail = ""
         while (character := (yield)) != END:
-            held += character
-            if held.endswith(marker):
-                before = held.removesuffix(marker)
-                self._emit_text(before.rstrip())
-                self._white = before[len(before.rstrip()) :]
+            tail += character
+            if tail == marker:
+                self._white = "".join(white)
                 return True
-            partial = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if held.endswith(marker[:n])), 0)
-            certain = held[: len(held) - partial].rstrip()
-            if certain:
-                self._emit_text(certain)
-                held = held[len(certain) :]
-        if held.strip() or not self.calls:
-            self._emit_text(held)
+            content, blank, tail = _split(tail, marker)
+            if content:
+                self._emit_text("".join(white) + content)
+                white.clear()
+            if blank:
+                white.append(blank)
+        if tail or not self.calls:
+            self._emit_text("".join(white) + tail)
         return False
 
     def _plain(self) -> Reading:
@@ -293,6 +293,14 @@ class ToolParser:
             self._deltas.append(CallDelta(self.calls - 1, arguments=text))
         else:
             last.arguments += text
+
+
+def _split(text: str, marker: str) -> tuple[str, str, str]:
+    """Split a text, no longer than the marker, into content, white space and the longest beginning of the marker."""
+    partial = next(n for n in range(min(len(text), len(marker) - 1), -1, -1) if text.endswith(marker[:n]))
+    before = text[: len(text) - partial]
+    content = before.rstrip()
+    return content, before[len(content) :], text[len(text) - partial :]
 
 
 def _text(quoted: str) -> str:

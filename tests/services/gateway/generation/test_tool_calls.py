@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cohort.common import grammar
 from cohort.common.grammar import GrammarTokens
+from cohort.services.gateway.generation import tool_calls
 from cohort.services.gateway.generation.tool_calls import CallDelta, ToolParser, whole_calls
 from cohort.services.gateway.requests.tools import Function, ToolFormat, calls_grammar, prompted, tool_format
 from tests.examples import examples
@@ -124,6 +125,25 @@ def test_without_parallel_calls_the_first_is_the_last(format_: ToolFormat, text:
     found = reader.feed(text)
     assert [(call.name, call.arguments) for call in found.calls] == [("g.h", '{"z":1}')] and reader.ended
     assert len(told(format_, [text])[1]) == 2
+
+
+@pytest.mark.parametrize("format_", [HERMES, MISTRAL])
+def test_white_space_is_looked_at_once(format_: ToolFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    split = tool_calls._split
+
+    def counted(text: str, marker: str) -> tuple[str, str, str]:
+        nonlocal looked
+        looked += len(text)
+        return split(text, marker)
+
+    monkeypatch.setattr(tool_calls, "_split", counted)
+    blank = " \n" * 20_000
+    assert told(format_, [f"a{blank}b{blank}", blank]) == (f"a{blank}b{blank}{blank}", [])
+    assert looked == 3 * len(blank) + 2
+    looked = 0
+    assert told(format_, ["<tool_[TOOL" * 1000])[1] == []
+    assert looked <= len(format_.marker) * 11_000
 
 
 # -- Grammars ------------------------------------------------------------------------------------------------------

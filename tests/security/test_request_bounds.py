@@ -179,7 +179,7 @@ def test_a_price_is_counts_alone() -> None:
     def call_of(**body: Any) -> parsing.Call:
         return parse_completion(json.dumps(body).encode(), {}, LIMITS, CARD)
 
-    budget = RequestBudget(LIMITS, 16)
+    budget = RequestBudget(LIMITS, lambda text: len(text) // 16)
     small = call_of(prompt="a")
     biases = {str(i): 1 for i in range(1024)}
     large = call_of(prompt=[7] * 8000, logit_bias=biases, n=8, stop=["a" * 256] * 4, max_tokens=50, logprobs=20)

@@ -29,6 +29,7 @@ from cohort.common.errors import RequestError
 from cohort.common.keys.key_usage import RETENTION_DAYS, Amounts, UsageRow, usage_file
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.types import TrafficClass
+from cohort.services.gateway.apis.token_api import DETOKENIZE_PATH, TOKENIZE_PATH
 from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.batches.batch_lines import AnswerLine, LineAnswer
 from cohort.services.gateway.generation.delta import Caller
@@ -145,7 +146,7 @@ class Tenants:
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             key = request.get(KEY)
-            if key is None or not _generates(request):
+            if key is None or not _counts(request):
                 if key is not None and _reads_store(request):
                     self._count_read(key, self._class_of(request))
                 return await handler(request)
@@ -279,12 +280,12 @@ class Tenants:
         return web.Response(body=_encode(UsageList(rows)), content_type="application/json")
 
 
-def _generates(request: web.Request) -> bool:
-    """Return whether a request generates: POST under /v1 except files and batches, whose lines count one by one."""
+def _counts(request: web.Request) -> bool:
+    """Return whether a request generates or tokenises: POST, except files and batches, whose lines count one by one."""
     path = request.path
     return (
         request.method == "POST"
-        and path.startswith("/v1/")
+        and (path.startswith("/v1/") or path in (TOKENIZE_PATH, DETOKENIZE_PATH))
         and request.match_info.http_exception is None
         and not _is_below(path, _NO_GENERATION)
     )

@@ -1,11 +1,12 @@
 """POST /tokenize and /detokenize, as vLLM has them: a prompt or a chat to token ids, and ids to text.
 
-Reading, limits and keys are those of requests that generate. Called by aiohttp through `middleware.py`; asks no worker.
+Reading, limits and keys are those of requests that generate. Texts are tokenised and answers built within the budget of
+`text_budget.py`. Called by aiohttp through `middleware.py`; asks no worker.
 """
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -18,9 +19,15 @@ from cohort.services.gateway.http.request_bodies import RequestBodies, refuse_sh
 from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.parsing import check_model, decode, read_messages
 from cohort.services.gateway.requests.tools import as_prompted, prompted
-from cohort.services.gateway.text.tokenizer import INLINE_CHARACTERS
+from cohort.services.gateway.text.tokenizer import PromptTooLong, Tokenizer
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
+CONTEXTS = 4
+"""Contexts of the model that one request may tokenise: enough to see how much too long a text is."""
+SLICE_TOKENS = 8192
+"""Tokens that become JSON at a time: a millisecond in which no other thread runs."""
+# Of an answer, for one token: its id, and its text.
+_ID_BYTES, _PIECE_BYTES = 8, 24
 _encode = msgspec.json.Encoder().encode
 
 
@@ -82,27 +89,39 @@ class TokenApi:
                 tokens = await (self._of_prompt(body) if body.prompt is not None else self._of_chat(body))
             except UnicodeEncodeError as error:
                 raise RequestError("The text contains an unpaired surrogate, which is no character.") from error
-        pieces = [self._tokenizer.piece(token) or "" for token in tokens] if body.return_token_strs else None
-        return _json(Tokenized(len(tokens), self._max_model_len(), tokens, pieces))
+            except PromptTooLong as error:
+                raise self._too_many(str(error.param), f"at least {error.least}") from error
+        if len(tokens) > self._most:
+            raise self._too_many("messages" if body.prompt is None else "prompt", str(len(tokens)))
+        strings = bool(body.return_token_strs)
+        work = partial(tokenized_json, self._tokenizer, tokens, self._max_model_len(), strings=strings)
+        size = len(tokens) * (_ID_BYTES + _PIECE_BYTES * strings)
+        return _json(await self._tokenizer.texts.run(size, work))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         async with self._bodies.reading(request) as data:
             refuse_shape(data, self._config, chat=False)
             body = decode(_detokenize_decoder, data)
         check_model(body.model, self._card)
+        if len(body.tokens) > self._most:
+            raise self._too_many("tokens", str(len(body.tokens)))
         tokens = self._card.known_tokens(body.tokens, "tokens")
-        if len(tokens) > self._most:
-            raise RequestError(
-                f"tokens has {len(tokens)} ids, but at most {self._most} are taken (gateway.max_request_work).",
-                param="tokens",
-            )
-        if len(tokens) <= INLINE_CHARACTERS:
-            return _json(Detokenized(self._tokenizer.decode(tokens, skip_special=False)))
-        return _json(Detokenized(await asyncio.to_thread(self._tokenizer.decode, tokens, skip_special=False)))
+
+        def work() -> bytes:
+            return _encode(Detokenized(self._tokenizer.decode(tokens, skip_special=False)))
+
+        return _json(await self._tokenizer.texts.run(len(tokens) * _ID_BYTES, work))
 
     @property
     def _most(self) -> int:
-        return self._config.max_request_work
+        return min(self._config.max_request_work, CONTEXTS * self._max_model_len())
+
+    def _too_many(self, param: str, count: str) -> RequestError:
+        return RequestError(
+            f"{param} has {count} tokens, but at most {self._most} are taken: {CONTEXTS} contexts of the model, within "
+            "gateway.max_request_work.",
+            param=param,
+        )
 
     async def _of_prompt(self, body: TokenizeBody) -> list[int]:
         special = body.add_special_tokens is not False
@@ -125,5 +144,15 @@ class TokenApi:
         )
 
 
-def _json(answer: Tokenized | Detokenized) -> web.Response:
-    return web.Response(body=_encode(answer), content_type="application/json")
+def tokenized_json(tokenizer: Tokenizer, tokens: list[int], max_model_len: int, *, strings: bool) -> bytes:
+    """Encode a `Tokenized`, a slice at a time."""
+    slices = [tokens[start : start + SLICE_TOKENS] for start in range(0, len(tokens), SLICE_TOKENS)]
+    ids = b",".join(_encode(each)[1:-1] for each in slices)
+    pieces = b"null"
+    if strings:
+        pieces = b"[%b]" % b",".join(_encode([tokenizer.piece(token) or "" for token in each])[1:-1] for each in slices)
+    return b'{"count":%d,"max_model_len":%d,"tokens":[%b],"token_strs":%b}' % (len(tokens), max_model_len, ids, pieces)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -130,7 +130,7 @@ class Generator:
         self.served = served
         self.parser = RequestParser(config, served)
         self.bodies = RequestBodies(config)
-        self.budget = RequestBudget(config, served.tokenizer.longest_token)
+        self.budget = RequestBudget(config, served.tokenizer.least_tokens)
         self._tokenizer = tokenizer = served.tokenizer
         self._text = TokenText(tokenizer)
         self._grammars = GrammarCompiler(tokenizer.to_json(), served.card.eos_token_ids)

@@ -19,7 +19,7 @@ Called by `generator.py`; knows nothing of HTTP.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -170,11 +170,11 @@ class Reservation:
 
 
 class RequestBudget:
-    def __init__(self, config: GatewayConfig, longest_token: int) -> None:
-        """`longest_token`: characters that a token has at most; 0 = a text's length does not bound its tokens."""
+    def __init__(self, config: GatewayConfig, least_tokens: Callable[[str], int]) -> None:
+        """`least_tokens`: a lower bound on a text's tokens."""
         self._config = config
         self._most = config.own_open_work
-        self._longest_token = longest_token
+        self._least_in = least_tokens
         self._open = 0
 
     @property
@@ -222,9 +222,7 @@ class RequestBudget:
         self._open -= units
 
     def _least_tokens(self, prompt: str | list[int]) -> int:
-        if isinstance(prompt, str):
-            return max(1, len(prompt) // self._longest_token) if self._longest_token else 1
-        return len(prompt)
+        return max(1, self._least_in(prompt)) if isinstance(prompt, str) else len(prompt)
 
     def _price(self, call: Call, prompt_tokens: Sequence[int], max_tokens: Sequence[int]) -> Price:
         tokens, scores = sum(prompt_tokens), _scores_per_token(call)

@@ -1,8 +1,9 @@
 """Text to token ids and back, equal to the model's transformers tokenizer, without importing torch.
 
 Reads tokenizer.json through the `tokenizers` library, or lets transformers build the same kind of object. Called by
-`generator.py` (prompts) and `choice.py` (answers). Long texts are encoded in a thread, chat templates run in processes
-of their own (`template_process.py`): the event loop never waits for one prompt.
+`generator.py` (prompts) and `choice.py` (answers). Long texts are encoded in threads, within the budget of
+`text_budget.py`; chat templates run in processes of their own (`template_process.py`): the event loop never waits for
+one prompt.
 
 Answers become text piece by piece, never cutting a character, by one detokenizer per stream. Three ways, chosen by the
 tokenizer's decoder:
@@ -17,10 +18,11 @@ tokenizer's decoder:
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -30,9 +32,8 @@ import tokenizers
 from cohort.common.errors import ModelError, RequestError
 from cohort.services.gateway.text.chat_template import load_template_source
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
+from cohort.services.gateway.text.text_budget import TextBudget, byte_length
 
-# About two milliseconds of encoding; a thread switch costs a tenth of one.
-INLINE_CHARACTERS = 4096
 Messages = Sequence[Mapping[str, Any]]
 M = TypeVar("M", bound=Mapping[str, Any])
 # A window ending in this character may still be waiting for the rest of it …
@@ -45,7 +46,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class PromptTooLong(RequestError):
-    """Error of a prompt that exceeds its limit however it is cut."""
+    """Error of a prompt that exceeds its limit however it is cut; it has at least `least` tokens."""
+
+    def __init__(self, message: str, *, least: int = 0, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.least = least
 
 
 class Tokenizer:
@@ -66,14 +71,16 @@ class Tokenizer:
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         state = json.loads(self._backend.to_str())
         self.decoder_state: Mapping[str, Any] = state.get("decoder") or {}
-        self._longest_token = self._longest() if not state.get("normalizer") else 0
+        self._kinds = _kinds(self._backend, state)
+        self._only_ascii = _composes(state)
+        self.texts = TextBudget()
         self.template_source = source = load_template_source(model_dir, config)
         self._chats = ChatRenderer(source, named, limits) if source else None
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token; 0 where the length of a text does not bound its tokens."""
-        return self._longest_token
+        """Bytes of the longest token; 0 where the length of a text does not bound its tokens."""
+        return 0 if self._only_ascii or not self._kinds else self._kinds[0].longest
 
     @property
     def has_chat_template(self) -> bool:
@@ -84,20 +91,20 @@ class Tokenizer:
         # Of the library's entry points only the batch ones release the interpreter's lock while they work.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
-    def _longest(self) -> int:
-        """Return the longest token's characters; 0 where unknown characters may be fused into one token or added tokens
-        swallow spaces, so that a text's length bounds nothing."""
-        greedy = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
-        if self.decoder_state.get("type") != "ByteLevel" or greedy:
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound on a text's tokens, from its bytes alone."""
+        if self._only_ascii and not text.isascii():
             return 0
-        return max(map(len, self._backend.get_vocab()), default=0)
+        data = text.encode("utf-8", "surrogatepass")
+        return max((-(-kind.count(data) // kind.longest) for kind in self._kinds), default=0)
 
     def refuse_too_long(self, text: str, limit: int, param: str) -> None:
         """Raise `PromptTooLong` for a text of more than `limit` tokens however it is cut, before encoding megabytes."""
-        if self._longest_token and len(text) > limit * self._longest_token:
+        if 4 * len(text) > limit and (least := self.least_tokens(text)) > limit:  # a character has at most four bytes
             raise PromptTooLong(
-                f"This model's maximum context length is {limit} tokens, but the prompt alone has at least "
-                f"{len(text) // self._longest_token} tokens.",
+                f"This model's maximum context length is {limit} tokens, but the prompt alone has at least {least} "
+                "tokens.",
+                least=least,
                 param=param,
             )
 
@@ -109,7 +116,7 @@ class Tokenizer:
         def work() -> list[list[int]]:
             return [self.encode(text, special_tokens=special_tokens) for text in texts]
 
-        return work() if sum(map(len, texts)) <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+        return await self.texts.run(sum(map(byte_length, texts)), work)
 
     def warm(self) -> None:
         """Start what the first chat needs. Raises `ModelError` when the chat template cannot be compiled."""
@@ -140,9 +147,7 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
         self.refuse_too_long(text, limit, "messages")
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode(text, special_tokens=False)
-        return await asyncio.to_thread(self.encode, text, special_tokens=False)
+        return await self.texts.run(byte_length(text), partial(self.encode, text, special_tokens=False))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
@@ -360,6 +365,56 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Bytes of one kind, and how many of them the token with most of them has."""
+
+    others: bytes
+    longest: int
+
+    @classmethod
+    def of(cls, counted: frozenset[int], tokens: Sequence[bytes]) -> _Kind:
+        others = bytes(byte for byte in range(256) if byte not in counted)
+        return cls(others, max(len(token.translate(None, others)) for token in tokens))
+
+    def count(self, data: bytes) -> int:
+        return len(data.translate(None, self.others))
+
+
+def _kinds(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> tuple[_Kind, ...]:
+    """Return the kinds of bytes whose number bounds the tokens: all, and those of words, as the longest tokens are
+    rows of spaces and dashes. None where bytes may vanish, or many become one token."""
+    model, added = state["model"], backend.get_added_tokens_decoder().values()
+    steps = [state.get("pre_tokenizer") or {}]
+    steps = steps[0].get("pretokenizers", steps)
+    kept = all(
+        step.get("type") in ("ByteLevel", "Digits") or (step.get("type") == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    )
+    if (
+        (state.get("normalizer") and not _composes(state))
+        or not (kept and any(step.get("type") == "ByteLevel" for step in steps))
+        or (model.get("type"), (state.get("decoder") or {}).get("type")) != ("BPE", "ByteLevel")
+        or any(token.lstrip or token.rstrip for token in added)  # they swallow spaces
+    ):
+        return ()
+    pieces = backend.get_vocab()
+    known = frozenset(byte for piece, byte in _BYTE_OF.items() if piece in pieces)  # others are left out, or fused
+    plain = {token.content for token in added}
+    tokens = [
+        piece.encode() if piece in plain or not set(piece) <= _BYTE_OF.keys() else bytes(_BYTE_OF[c] for c in piece)
+        for piece in pieces
+    ]
+    words = frozenset(byte for byte in known if byte >= 128 or chr(byte).isalnum())
+    found = (_Kind.of(known, tokens), _Kind.of(words, tokens))
+    return tuple(kind for kind in found if kind.longest)
+
+
+def _composes(state: Mapping[str, Any]) -> bool:
+    """Return whether the normalizer is NFC, which leaves ASCII as it is."""
+    return bool((state.get("normalizer") or {}).get("type") == "NFC")
 
 
 async def latest_turns(

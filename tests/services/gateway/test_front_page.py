@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from cohort.services.gateway.apis import token_api
 from cohort.services.gateway.apis.messages_api_bodies import CountTokensBody, MessagesBody
 from cohort.services.gateway.apis.responses_api_bodies import ResponsesBody
+from cohort.services.gateway.apis.token_api import SLICE_TOKENS, Tokenized, tokenized_json
 from cohort.services.gateway.front_page import DOCS_PATH
 from cohort.services.gateway.http.bodies import ChatBody, CompletionBody
+from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.conftest import OpenSite
+from tests.services.gateway.tiny_model import CONTEXT
 
 
 async def test_a_program_is_told_name_version_and_links(open_site: OpenSite) -> None:
@@ -99,6 +104,43 @@ async def test_tokens_and_text(open_site: OpenSite) -> None:
             status, answer = await site.post(path, body, headers=key)
             assert (status, answer["error"]["param"]) == (400, param)
         assert (await site.post("/tokenize", {"prompt": "x", "model": "other"}, headers=key))[0] == 404
+
+
+async def test_at_most_four_contexts_are_tokenised(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_site() as site:
+        most = 4 * CONTEXT
+        ids = {"tokens": site.tokenizer.encode("x", special_tokens=False) * most}
+        assert (await site.post("/detokenize", ids)) == (200, {"prompt": "x" * most})
+        text = "x" * most
+        status, found = await site.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        assert (status, found["count"]) == (200, most)
+        chat = {"messages": [{"role": "user", "content": text}]}
+        for path, body, param in (
+            ("/tokenize", {"prompt": text + "x"}, "prompt"),
+            ("/tokenize", chat, "messages"),
+            ("/detokenize", {"tokens": [*ids["tokens"], 5]}, "tokens"),
+        ):
+            status, answer = await site.post(path, body)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert f"at most {most} are taken: 4 contexts" in answer["error"]["message"]
+        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
+        status, answer = await site.post("/tokenize", {"prompt": "word " * 100_000})
+        assert status == 400 and "prompt has at least" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE_TOKENS, 3 * SLICE_TOKENS + 1])
+@pytest.mark.parametrize("strings", [False, True])
+def test_slices_of_an_answer_are_the_whole(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, count: int, strings: bool
+) -> None:
+    sizes: list[int] = []
+    encode = token_api._encode
+    tokens = [number % 390 for number in range(count)]
+    pieces = [tokenizer.piece(token) or "" for token in tokens] if strings else None
+    monkeypatch.setattr(token_api, "_encode", lambda part: (sizes.append(len(part)), encode(part))[1])
+    body = tokenized_json(tokenizer, tokens, 512, strings=strings)
+    assert body == encode(Tokenized(count, 512, tokens, pieces))
+    assert sum(sizes) == count * (1 + strings) and max(sizes, default=0) <= SLICE_TOKENS
 
 
 class _NoBatches:

@@ -201,6 +201,23 @@ async def test_a_read_of_what_is_stored_is_one_of_the_minutes_requests(
         assert budget_of(site, "alice").open == 1
 
 
+async def test_tokenising_counts_as_a_request_and_costs_no_tokens(open_site: OpenSite, key_file: Path) -> None:
+    alice = add(key_file, "alice", rt=OwnLimits(requests_per_minute=3, tokens_per_day=1000))
+    messages = [{"role": "user", "content": "x"}]
+    async with open_site(keys=of(key_file)) as site:
+        for path, body in (
+            ("/tokenize", {"prompt": "x"}),
+            ("/detokenize", {"tokens": [5]}),
+            ("/v1/messages/count_tokens", {"model": "tiny", "messages": messages}),
+        ):
+            async with site.session.post(site.url + path, json=body, headers=alice) as response:
+                assert (response.status, response.headers["x-ratelimit-remaining-tokens"]) == (200, "1000")
+        for path in ("/tokenize", "/detokenize"):
+            status, answer = await site.post(path, {"prompt": "x"}, headers=alice)
+            assert status == 429 and "requests_per_minute of key alice" in answer["error"]["message"]
+        assert not budget_of(site, "alice").open
+
+
 LARGE = b'{"prompt": "' + b"x " * 5_000_000 + b'"}'
 
 
@@ -222,7 +239,7 @@ async def test_a_refusal_looks_at_no_body(
                 return original(self, *args, **more)
 
             monkeypatch.setattr(owner, name, noted)
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        for path in (*ROUTES, "/tokenize", "/detokenize"):
             headers = {**alice, "Content-Type": "application/json"}
             async with site.session.post(site.url + path, data=LARGE, headers=headers) as response:
                 assert response.status == 429 and limit in await response.text()

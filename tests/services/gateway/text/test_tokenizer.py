@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from cohort.common.errors import ModelError, RequestError
 from cohort.services.gateway.text.tokenizer import Tokenizer
@@ -206,9 +206,70 @@ async def test_a_text_far_too_long_is_refused_before_it_is_encoded(
         await tokenizer.encode_chat(chat, add_generation_prompt=True, variables={}, limit=512)
 
 
-@given(st.text(max_size=200))
-def test_a_text_that_may_fit_is_never_refused(tokenizer: Tokenizer, text: str) -> None:
-    tokenizer.refuse_too_long(text, len(tokenizer.encode(text, special_tokens=False)), "prompt")
+# Runs that are one token, words, control characters that the real model's tokenizer drops, and its own special tokens.
+_RUNS = st.tuples(
+    st.sampled_from(
+        [" ", "=", "-", "#", "\n", "a", "ManagementPlaneProtection", "\x04", "─", "東京", "<|im_end|>", "é"]
+    ),
+    st.integers(1, 100),
+).map(lambda run: run[0] * run[1])
+_TEXTS = st.lists(_RUNS | st.text(max_size=20), max_size=8).map("".join)
+
+
+@given(_TEXTS)
+def test_a_text_that_may_fit_is_never_refused(
+    tokenizer: Tokenizer, real_pair: tuple[Tokenizer, Any], composing: Tokenizer, text: str
+) -> None:
+    for each in (tokenizer, real_pair[0], composing):
+        tokens = len(each.encode(text, special_tokens=False))
+        assert each.least_tokens(text) <= tokens
+        each.refuse_too_long(text, tokens, "prompt")
+
+
+@pytest.fixture(scope="module")
+def composing(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    backend = tiny_model.byte_level()
+    backend.normalizer = normalizers.NFC()
+    return Tokenizer(tiny_model.write_model(tmp_path_factory.mktemp("nfc") / "m", backend))
+
+
+def test_words_count_by_their_letters(real_pair: tuple[Tokenizer, Any], composing: Tokenizer) -> None:
+    """The real model's longest token is a row of 81 spaces, its longest word has 25 bytes."""
+    real, _ = real_pair
+    assert real.longest_token == 81
+    assert real.least_tokens("=" * 8100) == 100 and real.least_tokens("abcd " * 8100) == 1296
+    assert real.least_tokens("\x04" * 8100) == 0 and not real.encode("\x04" * 8100, special_tokens=False)
+    assert composing.least_tokens("abcd " * 8100) > 0 == composing.least_tokens("abcd " * 8100 + "é")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])},
+        {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
+        {"normalizer": normalizers.Lowercase()},
+        {"decoder": decoders.Fuse()},
+    ],
+)
+def test_a_tokenizer_that_drops_text_bounds_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+    backend = tiny_model.byte_level()
+    for name, value in change.items():
+        setattr(backend, name, value)
+    ours = Tokenizer(tiny_model.write_model(tmp_path / "m", backend))
+    assert (ours.least_tokens("a" * 10_000), ours.longest_token) == (0, 0)
+
+
+async def test_long_texts_of_any_route_are_within_the_budget(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run = tokenizer.texts.run
+    monkeypatch.setattr(tokenizer.texts, "run", lambda size, work: (sizes.append(size), run(size, work))[1])
+    text = "é " * 30_000
+    await tokenizer.encode_all([text, "é"], special_tokens=True, limit=10**6)
+    chat = [{"role": "user", "content": text}]
+    await tokenizer.encode_chat(chat, add_generation_prompt=False, variables={}, limit=10**6)
+    assert sizes[0] == 90_002 and sizes[1] > 90_000
 
 
 def test_the_gateway_imports_no_torch_and_no_transformers(model_dir: Path) -> None:

@@ -1,0 +1,156 @@
+"""Text in work: never beyond the budget, nothing lost when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.common.errors import RequestError
+from cohort.services.gateway.text import text_budget
+from cohort.services.gateway.text.text_budget import INLINE_BYTES, MOST_BYTES, MOST_WAITING, THREAD_BYTES, TextBudget
+from tests.examples import examples
+
+
+class Threads:
+    """Threads of which the test decides what they begin and end."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        self.jobs.append((Future(), work))
+        return self.jobs[-1][0]
+
+    def unfinished(self) -> list[tuple[Future[Any], Callable[[], Any]]]:
+        return [(job, work) for job, work in self.jobs if not job.done()]
+
+    def finish_first(self) -> None:
+        for job, work in self.unfinished()[:1]:
+            if not job.running():
+                job.set_running_or_notify_cancel()
+            try:
+                job.set_result(work())
+            except ValueError as error:
+                job.set_exception(error)
+
+
+@pytest.fixture
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    trims: list[int] = []
+    monkeypatch.setattr(text_budget, "_trim", lambda: trims.append(1))
+    return trims
+
+
+def budget_with_threads() -> tuple[TextBudget, Threads]:
+    budget, threads = TextBudget(), Threads()
+    budget._threads = threads  # type: ignore[assignment]
+    return budget, threads
+
+
+async def settle() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+SIZES = st.sampled_from([THREAD_BYTES + 1, 1 << 20, 3 << 20, MOST_BYTES, 9 * MOST_BYTES])
+STEPS = st.one_of(
+    st.tuples(st.just("come"), SIZES),
+    st.tuples(st.just("leave"), st.integers(0, 20)),
+    st.tuples(st.just("begin"), st.just(0)),
+    st.tuples(st.just("finish"), st.just(0)),
+    st.tuples(st.just("finish, leave"), st.integers(0, 20)),  # admitted and gone in the same turn of the loop
+)
+
+
+@settings(max_examples=examples(1))
+@given(st.lists(STEPS, max_size=40))
+def test_bytes_in_work_stay_within_the_budget_whoever_leaves(steps: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        budget, threads = budget_with_threads()
+        tasks: list[asyncio.Task[int]] = []
+        sizes: dict[int, int] = {}
+
+        def come(size: int) -> None:
+            def work() -> int:
+                if number % 3 == 2:
+                    raise ValueError(number)
+                return number
+
+            number = len(tasks)
+            sizes[number] = min(size, MOST_BYTES)
+            tasks.append(asyncio.create_task(budget.run(size, work)))
+            work.number = number  # type: ignore[attr-defined]
+
+        def check() -> None:
+            begun = [work.number for _, work in threads.unfinished() if hasattr(work, "number")]  # not trims
+            assert budget.in_work == sum(sizes[number] for number in begun) <= MOST_BYTES
+            assert budget.waiting <= MOST_WAITING
+            order = [work.number for _, work in threads.jobs if hasattr(work, "number")]
+            assert order == sorted(order)
+            waiting = [n for n, task in enumerate(tasks) if not task.done() and n not in order]
+            assert budget.waiting == sum(sizes[number] for number in waiting)
+            assert not waiting or budget.in_work + sizes[waiting[0]] > MOST_BYTES  # nobody waits in vain
+
+        for what, number in steps:
+            if what == "come":
+                come(number)
+            if what == "begin":
+                for job, _ in [each for each in threads.unfinished() if not each[0].running()][:1]:
+                    job.set_running_or_notify_cancel()
+            if what.startswith("finish"):
+                threads.finish_first()
+                if what != "finish":
+                    await asyncio.sleep(0)  # freed and granted; the one whose turn it is has not run
+            if "leave" in what and number < len(tasks):
+                tasks[number].cancel()
+            await settle()
+            check()
+        while threads.unfinished():
+            threads.finish_first()
+            await settle()
+            check()
+        assert (budget.in_work, budget.waiting) == (0, 0)
+        for number, task in enumerate(tasks):
+            error = None if task.cancelled() else task.exception()
+            if not task.cancelled() and error is None:
+                assert task.result() == number
+            assert error is None or isinstance(error, ValueError) or getattr(error, "status", 0) == 429
+
+    asyncio.run(play())
+
+
+async def test_beyond_the_line_a_text_is_refused(trims: list[int]) -> None:
+    budget, threads = budget_with_threads()
+    tasks = [asyncio.create_task(budget.run(MOST_BYTES, lambda: 1)) for _ in range(5)]
+    await settle()
+    with pytest.raises(RequestError, match=f"{MOST_WAITING} bytes") as caught:
+        await budget.run(THREAD_BYTES + 1, lambda: 1)
+    assert (caught.value.status, caught.value.retry_after_s) == (429, text_budget.RETRY_S)
+    assert await budget.run(INLINE_BYTES, lambda: 2) == await budget.run(THREAD_BYTES, lambda: 2) == 2  # as always
+    while threads.unfinished():
+        threads.finish_first()
+        await settle()
+    assert await asyncio.gather(*tasks) == [1] * 5 and trims == [1]
+
+
+async def test_a_thread_that_works_for_a_client_that_left_holds_its_bytes(trims: list[int]) -> None:
+    budget, threads = budget_with_threads()
+    first, second = (asyncio.create_task(budget.run(MOST_BYTES, lambda: 1)) for _ in range(2))
+    await settle()
+    threads.jobs[0][0].set_running_or_notify_cancel()
+    first.cancel()
+    await settle()
+    assert first.cancelled() and budget.in_work == budget.waiting == MOST_BYTES
+    threads.finish_first()
+    await settle()
+    assert budget.waiting == 0 and len(threads.jobs) == 2  # the second's turn
+    second.cancel()
+    await settle()
+    assert budget.in_work == 0  # it had not begun
+    assert not trims and threads.unfinished()  # memory is trimmed in a thread, too

@@ -8,9 +8,7 @@ weights are loaded.
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,8 @@ from cohort.common.engine.config.model_config import (
 from cohort.common.engine.config.model_shape import model_shape
 from cohort.common.engine.config.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
 from cohort.common.engine.config.rank_shares import RankShare, exchange_bytes, why_not_divisible
-from cohort.common.errors import ConfigError
+from cohort.common.engine.config.safetensors_header import read_header, read_index
+from cohort.common.errors import ConfigError, ModelError
 from cohort.common.paths import GGUF_FILE
 from cohort.common.policies.cost_model import ModelShape
 
@@ -39,7 +38,6 @@ _ROUNDED_BITS = {"int8": 8.5, "int4": 5.5}  # scales, and the tables that stay a
 _CHECKPOINT_BITS = (("FP8 or INT8", 8.25), ("4 bits (AWQ, GPTQ)", 4.75))  # with scales, in groups of 128
 _LEAST_TOKENS = 4096  # of KV, or the longest request: a cache that holds less serves nobody
 _LEAST_BLOCKS = 3  # a cache of two, and the spare one
-_MOST_HEADER_BYTES = 100 << 20
 _BIN_ELEMENT_BYTES = 2  # of PyTorch files, whose headers need PyTorch: 16 bits unless config.json says 32
 _GIB = 1 << 30
 _SCALE_BYTES = 4  # of quantised weights, as they are kept
@@ -300,7 +298,7 @@ def weight_bytes(
                 )
                 for name, tensor in tensors.items()
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ModelError, IndexError):
         return 0  # the engine says what is wrong with the files
     return parameters(model_dir, geometry, kind, share) * element
 
@@ -329,7 +327,7 @@ def parameters(
             if files:
                 element = DTYPE_BYTES.get(geometry.checkpoint_dtype, _BIN_ELEMENT_BYTES)
                 return sum(file.stat().st_size for file in files) // element // ranks
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        except (OSError, ModelError, IndexError):
             return 0  # the engine says what is wrong with the files
     if geometry.family == "generic":
         return 0
@@ -343,23 +341,18 @@ def _files(model_dir: Path) -> list[Path]:
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ):
         if (model_dir / index).is_file():
-            shards = json.loads((model_dir / index).read_text(encoding="utf-8"))["weight_map"].values()
-            return [model_dir / name for name in sorted(set(shards))]
+            return [model_dir / name for name in sorted(set(read_index(model_dir / index).values()))]
         if (model_dir / single).is_file():
             return [model_dir / single]
     return []
 
 
 def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield name and header entry of each tensor. A safetensors file begins with the header's length (8 bytes,
-    little-endian) and the header (JSON)."""
+    """Yield name, dtype and shape of each tensor."""
     for shard in _files(model_dir):
         with shard.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MOST_HEADER_BYTES:
-                raise ValueError(shard.name)
-            header = json.loads(file.read(length))
-        yield from ((name, tensor) for name, tensor in header.items() if name != "__metadata__")
+            header = read_header(shard, file)
+        yield from ((name, entry._asdict()) for name, entry in header.items())
 
 
 def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> int:

@@ -8,7 +8,6 @@ Reads no tensor: that is `lora`'s business.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cohort.common.engine.config.config_bounds import check_pattern, shown
 from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.config.safetensors_header import read_header
 from cohort.common.errors import ModelError
+from cohort.common.json_files import read_json_object
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 64
-_LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000
+_MOST = 1e6  # of a rank or an alpha, beyond which scales are no use
 _DTYPES = ("F32", "F16", "BF16")
 _SERVED = "served are plain LoRA adapters of q, k, v, o, gate, up and down projections"
-_TENSOR = re.compile(r"base_model\.model\.(?:model\.)?layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(?:model\.)?layers\.(\d{1,6})\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Ways to begin a training that move a part of the base weights into the adapter."""
 
@@ -193,14 +194,10 @@ class _Settings:
     def __init__(self, file: Path) -> None:
         self._file = file
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = read_json_object(file)
         except FileNotFoundError:
             raise ModelError(f"{file.parent} holds no {CONFIG_FILE}: an adapter is a folder in PEFT format") from None
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from None
-        if not isinstance(data, dict):
-            raise ModelError(f"{file}: expected a JSON object, found {type(data).__name__}")
-        self._data: dict[str, Any] = data
+        self._data = data
         self._refuse_what_is_not_served()
         self._rank = self._number("r", 8)
         self._alpha = self._number("lora_alpha", 8)
@@ -210,8 +207,10 @@ class _Settings:
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Return rank and alpha / r, or alpha / √r (rsLoRA), as PEFT: patterns name modules by the ends of their
         names."""
-        rank, alpha = int(_matched(self._ranks, module, self._rank)), _matched(self._alphas, module, self._alpha)
-        return rank, alpha / math.sqrt(rank) if self._rslora else alpha / rank
+        rank, alpha = _matched(self._ranks, module, self._rank), _matched(self._alphas, module, self._alpha)
+        if rank != int(rank):
+            raise ModelError(f"{self._file}: the rank of {module} is {rank}, no whole number")
+        return int(rank), alpha / math.sqrt(rank) if self._rslora else alpha / rank
 
     def check_complete(self, file: Path, present: set[tuple[int, str]], geometry: ModelGeometry) -> None:
         """Raise `ModelError` where a layer lacks a listed module, unless the configuration leaves layers out."""
@@ -248,18 +247,18 @@ class _Settings:
     def _number(self, key: str, default: int) -> float:
         value = self._data.get(key, default)
         if not _is_positive(value):
-            raise ModelError(f"{self._file}: {key} is {value!r}, not a number above 0")
+            raise ModelError(f"{self._file}: {key} is {shown(value)}, not a number above 0 and up to {_MOST:g}")
         return float(value)
 
     def _pattern(self, key: str) -> dict[str, float]:
         pattern = self._data.get(key) or {}
         if not isinstance(pattern, dict) or not all(_is_positive(value) for value in pattern.values()):
-            raise ModelError(f"{self._file}: {key} is {pattern!r}, not numbers above 0 by module")
+            raise ModelError(f"{self._file}: {key} is {shown(pattern)}, not numbers above 0 by module")
         for expression in pattern:
             try:
-                re.compile(expression)
-            except re.error as error:
-                raise ModelError(f"{self._file}: {key} names {expression!r}, no module: {error}") from None
+                check_pattern(expression)
+            except ValueError as error:
+                raise ModelError(f"{self._file}: {key} names no module: {error}") from None
         return dict(pattern)
 
 
@@ -278,7 +277,7 @@ _PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
 
 
 def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
@@ -289,21 +288,13 @@ def _matched(pattern: Mapping[str, float], module: str, default: float) -> float
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return every tensor's shape, as the header says; see `tensor_files` for the format. Raises `ModelError`."""
+    """Return every tensor's shape, as the header says. Raises `ModelError`."""
     try:
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes is no safetensors file's")
-            header = json.loads(stream.read(length))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if end > file.stat().st_size:
-            raise ValueError(f"it is truncated, its header names {end} bytes and it has {file.stat().st_size}")
-        shapes = {name: tuple(int(extent) for extent in entry["shape"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            entries = read_header(file, stream)
+    except OSError as error:
         raise ModelError(f"{file} cannot be read: {error}") from None
     for name, entry in entries.items():
-        if entry.get("dtype") not in _DTYPES:
-            raise ModelError(f"{file}: tensor {name} has dtype {entry.get('dtype')}; served are {', '.join(_DTYPES)}")
-    return shapes
+        if entry.dtype not in _DTYPES:
+            raise ModelError(f"{file}: tensor {name} has dtype {entry.dtype}; served are {', '.join(_DTYPES)}")
+    return {name: entry.shape for name, entry in entries.items()}

@@ -8,16 +8,17 @@ configuration alone. Both spellings of transformers are read: of version 5, and 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cohort.common.engine.config.config_bounds import check_finite, check_sizes
 from cohort.common.engine.config.model_defaults import DEFAULTS
 from cohort.common.engine.config.quantization_config import Quantization, check_wanted, read_quantization
 from cohort.common.errors import ConfigError, ModelError
+from cohort.common.json_files import read_json_object
 from cohort.common.types import FP8_SCALE_BYTES, KvGeometry
 
 Family = Literal["llama", "moe", "gemma", "gpt_oss", "deepseek", "opt", "generic"]
@@ -174,26 +175,32 @@ def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
     served, or one whose weights are not what `quantization` (as `model.quantization`) says."""
     config_file = model_dir / "config.json"
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = read_json_object(config_file)
     except FileNotFoundError:
         raise ModelError(f"{model_dir} holds no config.json: a model folder in Hugging Face format is needed") from None
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{config_file} is not valid JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{config_file} names no model_type")
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    for level in (config, config.get("text_config")):
+        if isinstance(level, dict):
+            check_sizes(level, str(config_file))
+    stored = config.get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
     of_its_own = (config["model_type"], method) == ("gpt_oss", "mxfp4")  # its form reads them itself
     quantised = None if of_its_own else read_quantization(config, str(config_file))
     check_wanted(quantization, quantised, model_dir.name)
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
     generation_file = model_dir / "generation_config.json"
-    generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
-    eos = eos_ids(config, generation)
+    generation = read_json_object(generation_file) if generation_file.is_file() else {}
     try:
-        geometry = _geometry(config, eos)
+        geometry = _geometry(config, eos_ids(config, generation))
     except KeyError as error:
         raise ModelError(f"{config_file} lacks {error}, which {config['model_type']} needs") from None
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ModelError(f"{config_file} is no configuration of {config['model_type']}: {error}") from None
+    check_finite(geometry, str(config_file))
+    if geometry.head_dim < 1:
+        raise ModelError(f"{config_file}: heads of {geometry.head_dim} elements: num_attention_heads or hidden_size")
     if quantised is None:
         return geometry
     if geometry.family == "generic":
@@ -579,4 +586,4 @@ def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[i
     eos = generation.get("eos_token_id", config.get("eos_token_id", default))
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return tuple(int(each) for each in eos) if isinstance(eos, list) else (int(eos),)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from cohort.common.engine.config.config_bounds import check_pattern
 from cohort.common.errors import ModelError
 from cohort.kernels.code_units import packable, tiled
 
@@ -137,21 +138,18 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     if not isinstance(found, Mapping):
         raise ModelError(f"{where}: quantization_config is no JSON object")
     method = str(found.get("quant_method") or ("compressed-tensors" if "config_groups" in found else "unknown"))
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
     try:
-        match method:
-            case "fp8":
-                return _fp8(found)
-            case "compressed-tensors":
-                return _compressed_tensors(found)
-            case "awq":
-                return _awq(found)
-            case "gptq":
-                return _gptq(found)
-            case _:
-                raise _Refused(f"quantised weights by the method {method}")
+        if method not in readers:
+            raise _Refused(f"quantised weights by the method {method[:80]}")
+        read = readers[method](found)
+        for pattern in (*read.excluded, *(target for scheme in read.schemes for target in scheme.targets)):
+            if pattern.startswith("re:"):
+                check_pattern(pattern[3:])
+        return read
     except _Refused as refused:
         raise ModelError(f"{where}: {refused} are not served; served are {SERVED}, and plain weights") from None
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{where}: quantization_config ({method}) cannot be read: {error!r}") from error
 
 
@@ -223,8 +221,6 @@ def _of_group(group: Mapping[str, Any], weights: Mapping[str, Any], stored: str)
     targets = _strings(group["targets"])
     if other := [each for each in targets if each[:1].isupper() and each != _MODULE_CLASS and "." not in each]:
         raise _Refused(f"compressed-tensors weights of {', '.join(other)} modules")
-    for target in targets:
-        _names(target, "")  # a pattern that is none is an error now
     strategy = weights.get("strategy")
     size = weights.get("block_structure")
     if strategy == "block" and isinstance(size, str):

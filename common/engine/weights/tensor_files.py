@@ -7,8 +7,6 @@ Never interprets a tensor's name.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +15,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from cohort.common.engine.config.safetensors_header import Entry, read_header
 from cohort.common.engine.weights.weight_reader import Source
 from cohort.common.errors import ModelError
 
-_LENGTH_BYTES = 8
-_LONGEST_HEADER = 100_000_000  # as the format says
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -64,19 +61,11 @@ def open_tensor_file(path: Path) -> TensorFile:
 class _Stretch:
     """A tensor in a safetensors file: `num_bytes` from `offset` on."""
 
-    def __init__(self, file: _SafetensorsFile, name: str, entry: Any, data_offset: int) -> None:
-        """`entry`: what the header says of it. Raises ValueError, KeyError or TypeError where that is no tensor."""
-        begin, end = entry["data_offsets"]
-        known = _DTYPES.get(entry["dtype"])
+    def __init__(self, file: _SafetensorsFile, name: str, entry: Entry) -> None:
+        known = _DTYPES.get(entry.dtype)
         self.dtype: torch.dtype = known or torch.uint8
-        self.shape: tuple[int, ...] = tuple(entry["shape"])
-        if not 0 <= begin <= end or not all(isinstance(extent, int) and extent >= 0 for extent in self.shape):
-            raise ValueError("its place or shape is no such thing")
-        self.num_bytes: int = end - begin
-        if known is not None and math.prod(self.shape) * known.itemsize != self.num_bytes:
-            raise ValueError(f"it has {self.num_bytes} bytes, shape {self.shape} of {entry['dtype']} needs others")
-        self._unknown = "" if known else str(entry["dtype"])
-        self.offset = data_offset + begin
+        self.shape, self.num_bytes, self.offset = entry.shape, entry.num_bytes, entry.offset
+        self._unknown = "" if known else entry.dtype
         self._file, self._name = file, name
 
     def check(self) -> None:
@@ -99,41 +88,17 @@ class _Stretch:
 
 
 class _SafetensorsFile:
-    """Eight bytes with the header's length, the header as JSON, then the tensors' bytes."""
+    """A file whose header is read when it is opened, and whose tensors by offset."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file = path.open("rb", buffering=0)
-            self.descriptor = self._file.fileno()
-            size = os.fstat(self.descriptor).st_size
-            header, data_offset = self._header(size)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
-        self.tensors: dict[str, _Stretch] = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            try:
-                self.tensors[name] = _Stretch(self, name, entry, data_offset)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ModelError(f"{path} cannot be read: tensor {name} in its header: {error!r}") from error
-        end = max((stretch.offset + stretch.num_bytes for stretch in self.tensors.values()), default=data_offset)
-        if end > size:
-            raise ModelError(f"{path} cannot be read: it is truncated, its header names {end} bytes and it has {size}")
-
-    def _header(self, size: int) -> tuple[dict[str, Any], int]:
-        """Read the header; return it, and where the tensors' bytes begin."""
-        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LONGEST_HEADER):
-            raise ValueError(f"it is truncated or no safetensors file: a header of {length} bytes in a file of {size}")
-        raw = b""
-        while len(raw) < length and (more := self._file.read(length - len(raw))):
-            raw += more
-        header = json.loads(raw)  # a ValueError where it is none
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-        return header, _LENGTH_BYTES + length
+        self.descriptor = self._file.fileno()
+        header = read_header(path, self._file)
+        self.tensors = {name: _Stretch(self, name, entry) for name, entry in header.items()}
 
 
 class _Mapped:

@@ -5,7 +5,6 @@ Opened by `weights.open_weights`; `quantized_files` reads codes and scales throu
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from cohort.common.engine.config.safetensors_header import read_index
 from cohort.common.engine.weights.tensor_files import StoredTensor, TensorFile, open_tensor_file
 from cohort.common.engine.weights.weight_reader import Progress, WeightReader, place
 from cohort.common.errors import ModelError
@@ -127,7 +127,7 @@ def _weight_paths(model_dir: Path) -> tuple[list[Path], str, dict[str, Path]]:
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
     ):
         if (model_dir / index).is_file():
-            named = _indexed(model_dir / index)
+            named = read_index(model_dir / index)
             shards = sorted(set(named.values()))
             if absent := [shard for shard in shards if not (model_dir / shard).is_file()]:
                 raise ModelError(f"{model_dir} lacks {', '.join(absent)}, which {index} names")
@@ -135,12 +135,3 @@ def _weight_paths(model_dir: Path) -> tuple[list[Path], str, dict[str, Path]]:
         if (model_dir / single).is_file():
             return [model_dir / single], "", {}
     raise ModelError(f"{model_dir} holds neither model.safetensors nor pytorch_model.bin (nor an index of shards)")
-
-
-def _indexed(path: Path) -> dict[str, str]:
-    """Read the file that holds each tensor from an index."""
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be read: {error!r}") from error

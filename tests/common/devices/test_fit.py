@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +47,14 @@ V2_LITE: dict[str, Any] = {
 
 
 def shard(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
-    """A safetensors file without its data: only headers are read here."""
-    header = {
-        name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]} for name, (dtype, shape) in tensors.items()
-    }
+    """A safetensors file with a hole for its data: only headers are read here."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * int(re.sub(r"^[A-Z]+|_.*", "", dtype)) // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
 
 
 def config(**engine: Any) -> Any:

@@ -19,7 +19,9 @@ MOST_INDEX_BYTES = 100_000_000
 
 
 def parsed(raw: bytes, what: str = "it", *, unique: bool = False) -> dict[str, Any]:
-    """Return the object. `what`: the text's name in errors. `unique`: a key that occurs twice in an object is an error. Raises ValueError."""
+    """Return the object. `what`: the text's name in errors; `unique`: a key that occurs twice is one.
+
+    Raises ValueError."""
     try:
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
     except RecursionError:

@@ -258,7 +258,7 @@ def has_chat_template(folder: Path) -> bool:
         return True
     try:
         return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 

@@ -6,7 +6,6 @@ Called by the launcher only; the processes check their own share again. Never lo
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.http import exposure, tls
 from cohort.common.http.ports import port_problem
+from cohort.common.json_files import read_json_object
 from cohort.common.paths import GGUF_FILE
 from cohort.services.launcher.plan import ProcessPlan
 
@@ -37,11 +37,9 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
         raise ModelError(f"{folder}: no such folder; --model wants a local folder in Hugging Face format")
     config = folder / "config.json"
     try:
-        json.loads(config.read_text(encoding="utf-8"))
+        read_json_object(config)
     except FileNotFoundError:
         raise ModelError(f"{folder}: no config.json there; --model wants a folder in Hugging Face format") from None
-    except ValueError as error:
-        raise ModelError(f"{config}: not valid JSON: {error}") from None
     if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)})")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):

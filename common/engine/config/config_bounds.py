@@ -39,6 +39,7 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(_WIDTHS, (1, MOST_WIDTH)),
     **dict.fromkeys(_POSITIONS, (1, MOST_POSITIONS)),
     "vocab_size": (1, MOST_TOKENS),
+    "draft_vocab_size": (0, MOST_TOKENS),
     **dict.fromkeys(_LEFT_OUT, (0, MOST_HEADS)),
     **dict.fromkeys((*_PARTS, "word_embed_proj_dim"), (0, MOST_WIDTH)),
     **dict.fromkeys(_INNER, (0, MOST_INNER)),

@@ -37,9 +37,7 @@ def read_header(path: Path, stream: BinaryIO) -> dict[str, Entry]:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, MOST_INDEX_BYTES):
-            raise ValueError(
-                f"it is truncated or no safetensors file: a header of {length} bytes in a file of {size}"
-            )
+            raise ValueError(f"it is truncated or no safetensors file: a header of {length} bytes in a file of {size}")
         raw = b""
         while len(raw) < length and (more := stream.read(length - len(raw))):
             raw += more

@@ -13,7 +13,6 @@ lay elsewhere before a swap has none here, and the head attends from the block b
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Protocol
@@ -35,6 +34,7 @@ from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.step.batch import Int64Array, StepBatch
 from cohort.common.engine.weights.linear import Embedding, Linear
 from cohort.common.errors import ModelError
+from cohort.common.json_files import read_json_object
 from cohort.common.types import DraftSource
 from cohort.kernels.ops.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.ops.paged_attention import paged_attention
@@ -182,7 +182,7 @@ class EagleHead:
             self._fc = files.linear([fc], [hidden], 2 * hidden, bias=f"{fc}.bias" in names)
             self._normed = f"{prefix}layers.0.input_layernorm.weight" in names
             self._layer = read_layer(files, geometry, f"{prefix}layers.0.", 0, input_norm=self._normed)
-            config = json.loads((load.folder / "config.json").read_text(encoding="utf-8"))
+            config = read_json_object(load.folder / "config.json")
             if 0 < (count := int(config.get("draft_vocab_size") or 0)) < int(config["vocab_size"]):
                 self.last_product = files.linear(["lm_head"], [count], hidden)
                 offsets = names.read("d2t", (count,), torch.int64, load.device)

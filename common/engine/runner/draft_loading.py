@@ -41,6 +41,7 @@ from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.errors import ConfigError
+from cohort.common.json_files import read_json_object
 from cohort.common.types import KvGeometry
 
 log = structlog.get_logger(__name__)
@@ -95,7 +96,7 @@ def plan_draft(
     if speculation.mode != "model":
         return None
     module = not speculation.draft_model
-    if module and not json.loads((model_dir / "config.json").read_text("utf-8")).get("num_nextn_predict_layers"):
+    if module and not read_json_object(model_dir / "config.json").get("num_nextn_predict_layers"):
         raise ConfigError("speculation.draft_model: speculation.mode model needs the folder of a smaller model")
     folder = model_dir if module else Path(speculation.draft_model).expanduser()
     if not folder.is_dir():
@@ -144,7 +145,8 @@ def plan_draft(
 
 def _is_head(folder: Path) -> bool:
     """Return whether config.json, which is there, names a head. Raises `ConfigError` for a head that is not served."""
-    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    named = read_json_object(folder / "config.json").get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
     other = [name for name in names if name != _HEAD and any(kind in name for kind in _OTHER_HEADS)]
     if other:
         raise ConfigError(f"speculation.draft_model: {folder.name} is a {other[0]}; of heads {_HEAD} is served")
@@ -248,13 +250,13 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     """Return the ids of all tokens by their names; None if the folder has no tokenizer."""
     try:
         read: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        vocabulary = (read.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, dict):
+            ids = {str(token): int(number) for token, number in vocabulary.items()}
+        else:  # a unigram model's: pairs of token and weight, in the order of their ids
+            ids = {str(pair[0]): index for index, pair in enumerate(vocabulary)}
+        return ids | {str(added["content"]): int(added["id"]) for added in read.get("added_tokens") or ()}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"speculation.draft_model: {folder / _FILE} cannot be read: {error}") from None
-    vocabulary = (read.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, dict):
-        ids = {str(token): int(number) for token, number in vocabulary.items()}
-    else:  # a unigram model's: pairs of token and weight, in the order of their ids
-        ids = {str(pair[0]): index for index, pair in enumerate(vocabulary)}
-    return ids | {str(added["content"]): int(added["id"]) for added in read.get("added_tokens") or ()}

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort.common.engine.config.config_bounds import MOST_HEADS, shown
+from cohort.common.engine.config.gguf_header import open_gguf
 from cohort.common.engine.weights.quantized import QuantizedWeight
 from cohort.common.errors import ModelError
 
@@ -69,13 +71,8 @@ class GgufFiles:
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `ModelError` where it is damaged, or holds tensors that are not served, by their
         names."""
-        from gguf import GGUFReader
-
         self._path = path
-        try:
-            reader: Any = GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
-            raise ModelError(f"{path}: not a complete GGUF file: {error}") from error
+        reader = open_gguf(path)
         self._tensors: dict[str, Any] = {}
         unknown, kinds = [], set()
         for tensor in reader.tensors:
@@ -89,12 +86,11 @@ class GgufFiles:
         if refused := sorted(kinds - BLOCKS.keys() - set(PLAIN)):
             known = ", ".join((*BLOCKS, *PLAIN))
             raise ModelError(f"{path}: tensors of type {', '.join(refused)} are not served; served are {known}")
-        self._heads = {}
-        architecture = reader.fields["general.architecture"].contents()
-        if architecture == "llama":
-            queries = reader.fields["llama.attention.head_count"].contents()
-            keys = reader.fields.get("llama.attention.head_count_kv")
-            counts = (queries, queries if keys is None else keys.contents())
+        self._heads: dict[str, int] = {}
+        architecture = reader.fields.get("general.architecture")
+        if architecture is not None and architecture.contents() == "llama":
+            queries = self._head_count(reader, "llama.attention.head_count", 0)
+            counts = (queries, self._head_count(reader, "llama.attention.head_count_kv", queries))
             self._heads = dict(zip(_HEADS, counts, strict=True))
 
     def __enter__(self) -> Self:
@@ -155,7 +151,18 @@ class GgufFiles:
         heads = next((count for module, count in self._heads.items() if f".{module}." in name), 0)
         if not heads:
             return rows
+        if len(rows) % (2 * heads):
+            raise ModelError(f"{self._path}: tensor {name} has {len(rows)} rows, which {heads} heads do not divide")
         return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def _head_count(self, reader: Any, name: str, default: int) -> int:
+        field = reader.fields.get(name)
+        counts = default if field is None else field.contents()
+        found = set(counts) if isinstance(counts, list) else {counts}
+        count = found.pop() if len(found) == 1 else 0
+        if type(count) is not int or not 0 < count <= MOST_HEADS:
+            raise ModelError(f"{self._path}: {name} is {shown(counts)}, no whole number from 1 to {MOST_HEADS}")
+        return count
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = tuple(int(size) for size in reversed(self._tensors[name].shape))

@@ -67,7 +67,7 @@ def model(config: Config, folder: Path) -> Finding:
             return fine(name, f"{file.name}, {size(file.stat().st_size)} of weights in GGUF")
         check_model(folder, with_weights=with_weights)
         missing = _missing_parts(folder) if with_weights else []
-    except (ModelError, OSError, ValueError) as error:
+    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return problem(name, str(error), "name a local folder in Hugging Face format: --model FOLDER")
     if missing:
         says = f"{folder}: {'; '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")

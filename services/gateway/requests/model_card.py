@@ -6,7 +6,6 @@ folder without a context length needs `model.max_model_len`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError, RequestError
+from cohort.common.json_files import read_json_object
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
 from cohort.services.gateway.requests.tools import ToolFormat
 from cohort.services.gateway.text.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def read_model_card(config: ModelConfig) -> ModelCard:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"{path} is not a model folder in Hugging Face format: there is no config.json")
-    settings = _read(file)
+    settings = read_json_object(file)
     # Multimodal configurations keep the language model's numbers one level down.
     text = settings.get("text_config")
     text = text if isinstance(text, dict) else settings
@@ -139,7 +139,7 @@ def _sampling_defaults(path: Path) -> SamplingDefaults:
     """Read generation_config.json as vLLM does (without `do_sample`: a client expects a seed to matter), or its
     authors' recommendation where it names nothing."""
     file = path / "generation_config.json"
-    generation = _read(file) if file.is_file() else {}
+    generation = read_json_object(file) if file.is_file() else {}
     named: dict[str, float] = {}
     for name, (least, most) in _RANGES.items():
         value = generation.get(name)
@@ -166,19 +166,12 @@ def _sampling_defaults(path: Path) -> SamplingDefaults:
 def _end_tokens(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     """Return the end tokens of generation_config.json, as transformers does, else those of config.json."""
     generation = path / "generation_config.json"
-    named = _read(generation).get("eos_token_id") if generation.is_file() else None
+    named = read_json_object(generation).get("eos_token_id") if generation.is_file() else None
     if named is None:
         named = settings.get("eos_token_id")
     if named is None:
         return ()
-    return tuple(sorted({int(token) for token in (named if isinstance(named, list) else [named])}))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{file}: expected a JSON object, found {type(data).__name__}")
-    return data
+    tokens = named if isinstance(named, list) else [named]
+    if not all(type(token) is int for token in tokens):
+        raise ModelError(f"{path}: eos_token_id is {str(named)[:80]}, no token's number")
+    return tuple(sorted(set(tokens)))

@@ -18,7 +18,8 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cohort.common.errors import RequestError
+from cohort.common.errors import ModelError, RequestError
+from cohort.common.json_files import MOST_BYTES
 
 
 class ChatTemplate:
@@ -56,12 +57,17 @@ class ChatTemplate:
 def load_template_source(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return chat_template.jinja, else the template in tokenizer_config.json (of several, the one named default)."""
     file = model_dir / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default") or next(iter(named.values()), None)
+    try:
+        if file.is_file():
+            if (size := file.stat().st_size) > MOST_BYTES:
+                raise ValueError(f"it has {size} bytes; at most {MOST_BYTES} are served")
+            return file.read_text(encoding="utf-8")
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default") or next(iter(named.values()), None)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{model_dir}: its chat template cannot be read: {error!r}") from error
     return template if isinstance(template, str) else None
 
 

@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 import tokenizers
 
 from cohort.common.errors import ModelError, RequestError
+from cohort.common.json_files import read_json_object
 from cohort.services.gateway.text.chat_template import load_template_source
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
 from cohort.services.gateway.text.text_budget import TextBudget, byte_length
@@ -87,9 +88,14 @@ class Tokenizer:
         return self._chats is not None
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Encode a text; `special_tokens` adds what the tokenizer puts around a text (BOS, say)."""
+        """Encode a text; `special_tokens` adds what the tokenizer puts around a text (BOS, say).
+
+        Raises `RequestError` for a text that it has no tokens for."""
         # Of the library's entry points only the batch ones release the interpreter's lock while they work.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
+        try:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
+        except Exception as error:  # bare: a character without a token, say, and none for the unknown
+            raise RequestError(f"The model's tokenizer cannot encode this text: {error}") from error
 
     def least_tokens(self, text: str) -> int:
         """Return a lower bound on a text's tokens, from its bytes alone."""
@@ -169,7 +175,10 @@ class Tokenizer:
 def _from_json(model_dir: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     try:
         backend = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    except Exception as error:  # the library raises bare Exception for malformed files
+        backend.encode("")  # a template of special tokens that are absent shows here
+    except BaseException as error:  # the library raises bare Exception for malformed files, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ModelError(f"{model_dir / 'tokenizer.json'} cannot be read: {error}") from error
     merged = {**_read_json(model_dir / "special_tokens_map.json"), **config}
     named = {name: text for name in _SPECIAL_NAMES if (text := _content(merged.get(name))) is not None}
@@ -190,7 +199,7 @@ def _from_transformers(model_dir: Path) -> tuple[tokenizers.Tokenizer, dict[str,
         ) from error
     try:
         made = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers raises whatever its readers meet
         raise ModelError(f"{model_dir} has no tokenizer that could be read: {error}") from error
     backend = getattr(made, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -206,13 +215,7 @@ def _content(token: Any) -> str | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    return data if isinstance(data, dict) else {}
+    return read_json_object(file) if file.exists() else {}
 
 
 class Detokenizer(Protocol):

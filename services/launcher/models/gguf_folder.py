@@ -16,13 +16,17 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cohort.common.engine.config.config_bounds import check_finite, check_sizes, shown
+from cohort.common.engine.config.gguf_header import open_gguf
 from cohort.common.errors import CohortError, ModelError
 from cohort.common.paths import GGUF_FILE, cache_dir
 from cohort.services.launcher.models.default_model import tidy_tokenizer
@@ -30,7 +34,14 @@ from cohort.services.launcher.models.default_model import tidy_tokenizer
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # of the wall clock: a machine that is busy elsewhere takes its time
+CPU_S = 60
+"""Processor time of the process that reads a file: a vocabulary of 152,000 tokens takes 20 s on a core of Zen 5."""
+MEMORY_BYTES = 4 << 30
+"""What that process may write to: the same vocabulary takes 0.8 GB."""
+ADDRESS_BYTES = 32 << 30
+"""Address space of that process beside the file's mappings: PyTorch for CUDA maps libraries of several GB."""
+_MEMORY = f"within {MEMORY_BYTES >> 30} GiB of memory"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _LARGEST_FIELD = 4096
 """Elements of a field that may matter to the configuration; lists of tokens are longer, and are read elsewhere."""
@@ -74,6 +85,10 @@ def served_folder(path: Path) -> Path:
             )
         except subprocess.TimeoutExpired:
             raise ModelError(f"{file}: its metadata were not read within {TIMEOUT_S:.0f} s") from None
+        if done.returncode == -signal.SIGXCPU:
+            raise ModelError(f"{file}: its metadata took more than {CPU_S} s of processor time")
+        if done.returncode < 0:
+            raise ModelError(f"{file}: its metadata could not be read ({_MEMORY}, signal {-done.returncode})")
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines()
             raise ModelError(lines[-1] if lines else f"{file}: its metadata could not be read")
@@ -85,14 +100,18 @@ def make_folder(file: Path, folder: Path) -> None:
     file = file.resolve()
     fields, tensors, factors = _metadata(file)
     try:
-        config = model_config(fields, tensors, factors)
+        config, generation = model_config(fields, tensors, factors), generation_config(fields)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{file}: its metadata are no model's: {error}") from error
+    check_sizes(config, f"{file}: the configuration from its metadata")
+    check_finite(config, f"{file}: the configuration from its metadata")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     partial.mkdir()
     try:
-        for name, content in (("config.json", config), ("generation_config.json", generation_config(fields))):
+        for name, content in (("config.json", config), ("generation_config.json", generation)):
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _tokenizer(file, partial)
         (partial / GGUF_FILE).symlink_to(file)
@@ -104,18 +123,18 @@ def make_folder(file: Path, folder: Path) -> None:
 
 def _metadata(file: Path) -> tuple[dict[str, Any], dict[str, list[int]], list[float]]:
     """Return all fields except long ones, the shape of every tensor, and the factors of its rotary frequencies."""
-    from gguf import GGUFReader
-
+    reader = open_gguf(file)
     try:
-        reader: Any = GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ModelError(f"{file}: not a complete GGUF file: {error}") from error
-    fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _LARGEST_FIELD}
+        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _LARGEST_FIELD}
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file}: not a complete GGUF file: a list in its metadata is no UTF-8") from error
     tensors = {tensor.name: [int(size) for size in reversed(tensor.shape)] for tensor in reader.tensors}
-    factors: list[float] = next(
-        (tensor.data.tolist() for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), []
-    )
-    return fields, tensors, factors
+    factors = next((tensor for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
+    if factors is None:
+        return fields, tensors, []
+    if factors.tensor_type.name != "F32" or len(factors.shape) != 1 or factors.n_elements > _LARGEST_FIELD:
+        raise ModelError(f"{file}: rope_freqs.weight is no list of up to {_LARGEST_FIELD} numbers (F32)")
+    return fields, tensors, factors.data.tolist()
 
 
 def _tokenizer(file: Path, folder: Path) -> None:
@@ -167,6 +186,8 @@ def model_config(
     if of("expert_count", 0):
         raise ModelError(f"GGUF files of mixtures of experts are not served ({arch}.expert_count)")
     heads, hidden = int(of("attention.head_count")), int(of("embedding_length"))
+    if not 0 < heads <= hidden:
+        raise ModelError(f"{arch}.attention.head_count is {shown(heads)}, {arch}.embedding_length {shown(hidden)}")
     head_dim = int(of("attention.key_length", hidden // heads))
     if int(of("attention.value_length", head_dim)) != head_dim or int(of("rope.dimension_count", head_dim)) != head_dim:
         raise ModelError("heads whose keys, values and rotated parts differ in size are not served")
@@ -246,6 +267,19 @@ def _rope_scaling(
     raise ModelError(f"{arch}.rope.scaling.type {kind!r} is not served; served are none, linear and yarn")
 
 
+def limit_process(file_bytes: int) -> None:
+    """Limit this process's memory and processor time for good. The file is mapped twice: here and by transformers."""
+    for what, most in (
+        (resource.RLIMIT_AS, ADDRESS_BYTES + 2 * file_bytes),
+        (resource.RLIMIT_DATA, MEMORY_BYTES),
+        (resource.RLIMIT_CPU, CPU_S),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(what)
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (limit, hard))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cohort.services.launcher.models.gguf_folder",
@@ -257,7 +291,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.folder.exists():
         return 0
     try:
+        limit_process(options.file.stat().st_size)
         make_folder(options.file, options.folder)
+    except MemoryError:
+        sys.stderr.write(f"{options.file}: its metadata could not be read ({_MEMORY})\n")
+        return 1
     except (CohortError, OSError) as error:
         sys.stderr.write(f"{error}\n".replace("\n", " ").rstrip() + "\n")
         return 1

@@ -16,9 +16,9 @@ from cohort.common.errors import ModelError
 
 MOST_TENSORS = 1 << 16  # Llama 3.1 405B has 1,138; DeepSeek-V3 about as many
 MOST_FIELDS = 1 << 12  # files have 20 to 60
-MOST_ELEMENTS = 1 << 22
-"""Elements of all arrays together: a vocabulary of 512,000 tokens has three lists of them and one of merges. The
-package's objects take some 500 bytes each, so 2 GB."""
+MOST_ELEMENTS = 1 << 21
+"""Elements of all arrays together: Gemma 3's vocabulary of 262,144 tokens, the largest, has 1.3 million in its lists of
+tokens, scores, types and merges. Each costs the package some 500 bytes and 15 us."""
 MOST_DIMENSIONS = 4  # ggml's
 MOST_NAME_BYTES = 1 << 16  # the format's, of a field's name
 MOST_ALIGNMENT = 1 << 20
@@ -36,7 +36,8 @@ def open_gguf(path: Path) -> Any:
 
         return GGUFReader(path)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise ModelError(f"{path}: not a complete GGUF file: {error}") from error
+        why = str(error) or type(error).__name__
+        raise ModelError(f"{path}: not a complete GGUF file: {why}") from error
 
 
 class _Head:

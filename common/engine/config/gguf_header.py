@@ -36,7 +36,7 @@ def open_gguf(path: Path) -> Any:
 
         return GGUFReader(path)
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-        why = str(error) or type(error).__name__
+        why = str(error)[:500] or type(error).__name__  # names may be long
         raise ModelError(f"{path}: not a complete GGUF file: {why}") from error
 
 

@@ -59,20 +59,23 @@ def read_header(path: Path, stream: BinaryIO) -> dict[str, Entry]:
 
 
 def _entry(name: str, entry: Any, first: int) -> Entry:
-    """Raises ValueError."""
+    """Read one tensor's entry. Raises ValueError."""
     try:
         (begin, end), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
-        if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
-            raise ValueError("its dtype or shape is no such thing")
-        if not all(type(number) is int for number in (begin, end, *shape)):
-            raise ValueError("its place or shape is no such thing")
-        if not 0 <= begin <= end or not all(0 <= extent <= _MOST_EXTENT for extent in shape):
-            raise ValueError("its place or shape is no such thing")
+        numbers = (begin, end, *shape)
+        if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(each) is int for each in numbers):
+            raise ValueError("its dtype, place or shape is no such thing")
+        if (
+            not 0 <= begin <= end
+            or len(shape) > _MOST_DIMENSIONS
+            or not all(0 <= size <= _MOST_EXTENT for size in shape)
+        ):
+            raise ValueError("its place or shape cannot be")
         needed = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
         if dtype in _ITEM_BYTES and needed != end - begin:
             raise ValueError(f"it has {end - begin} bytes, shape {tuple(shape)} of {dtype} needs others")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"tensor {name} in its header: {error!r}") from None
+        raise ValueError(f"tensor {name[:200]} in its header: {error!r}") from None
     return Entry(dtype, tuple(shape), first + begin, end - begin)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from cohort.common.config import Config
 from cohort.common.devices import inventory
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
+from cohort.common.engine.config.safetensors_header import read_header, read_index
 from cohort.common.errors import ConfigError, ModelError, TransferError
 from cohort.common.http.tls import TlsFiles, load
 from cohort.common.transport import ucx_devices
@@ -67,7 +68,7 @@ def model(config: Config, folder: Path) -> Finding:
             return fine(name, f"{file.name}, {size(file.stat().st_size)} of weights in GGUF")
         check_model(folder, with_weights=with_weights)
         missing = _missing_parts(folder) if with_weights else []
-    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ModelError, OSError, ValueError) as error:
         return problem(name, str(error), "name a local folder in Hugging Face format: --model FOLDER")
     if missing:
         says = f"{folder}: {'; '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
@@ -79,19 +80,14 @@ def _missing_parts(folder: Path) -> list[str]:
     """Return weight files that an index names and are absent, or that are shorter than their header says."""
     found = []
     for index in sorted(folder.glob("*.index.json")):
-        parts = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        parts = set(read_index(index).values())
         found += [f"{part} is missing" for part in sorted(parts) if not (folder / part).is_file()]
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            whole = path.stat().st_size
-            if whole < 8 or length > whole - 8:
-                found.append(f"{path.name} is cut off")
-                continue
-            header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-        if whole < 8 + length + max(ends, default=0):
-            found.append(f"{path.name} is cut off: {size(whole)}, its header promises {size(8 + length + max(ends))}")
+        try:
+            with path.open("rb") as file:
+                read_header(path, file)
+        except ModelError as error:
+            found.append(f"{path.name} is cut off or damaged: {error}")
     return found
 
 

@@ -38,7 +38,7 @@ TIMEOUT_S = 600.0  # of the wall clock: a machine that is busy elsewhere takes i
 CPU_S = 60
 """Processor time of the process that reads a file: a vocabulary of 152,000 tokens takes 20 s on a core of Zen 5."""
 MEMORY_BYTES = 4 << 30
-"""What that process may write to: the same vocabulary takes 0.8 GB."""
+"""Memory that it may write to: the same vocabulary takes 0.8 GB."""
 ADDRESS_BYTES = 32 << 30
 """Address space of that process beside the file's mappings: PyTorch for CUDA maps libraries of several GB."""
 _MEMORY = f"within {MEMORY_BYTES >> 30} GiB of memory"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cohort.common.engine.config.config_bounds import check_finite, check_sizes
+from cohort.common.engine.config.config_bounds import check_finite, check_sizes, shown
 from cohort.common.engine.config.model_defaults import DEFAULTS
 from cohort.common.engine.config.quantization_config import Quantization, check_wanted, read_quantization
 from cohort.common.errors import ConfigError, ModelError
@@ -35,6 +35,7 @@ LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but for the MLP
 _WINDOWED_OR_NOT = frozenset({"sliding_attention", "full_attention"})
 GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
+_WHOLE = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
 
 
@@ -199,8 +200,9 @@ def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ModelError(f"{config_file} is no configuration of {config['model_type']}: {error}") from None
     check_finite(geometry, str(config_file))
-    if geometry.head_dim < 1:
-        raise ModelError(f"{config_file}: heads of {geometry.head_dim} elements: num_attention_heads or hidden_size")
+    for name in _WHOLE:
+        if type(size := getattr(geometry, name)) is not int or size < 1:
+            raise ModelError(f"{config_file}: {name} is {shown(size)}, not a whole number above 0")
     if quantised is None:
         return geometry
     if geometry.family == "generic":

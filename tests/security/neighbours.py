@@ -82,6 +82,8 @@ class Run:
     came_s: dict[str, float] = field(default_factory=dict)
     tokens_s: dict[str, list[float]] = field(default_factory=dict)
     steps_s: list[float] = field(default_factory=list)
+    computed: list[tuple[float, int]] = field(default_factory=list)
+    """Of each step, when it ended and the tokens of all its rows."""
     prompt_tokens: dict[str, int] = field(default_factory=dict)
     """Positions computed of each prompt; more than it has if some were computed twice."""
 
@@ -91,6 +93,12 @@ class Run:
     def longest_gap_s(self, name: str) -> float:
         times = self.tokens_s[name]
         return max((after - before for before, after in pairwise(times)), default=0.0)
+
+    def work_between(self, name: str) -> list[int]:
+        """Return the tokens that were computed for anybody from its arrival to its first token, from then to its
+        second, and so on."""
+        times = [self.came_s[name], *self.tokens_s[name]]
+        return [sum(count for at_s, count in self.computed if a < at_s <= b) for a, b in pairwise(times)]
 
 
 class VirtualWorker:
@@ -144,6 +152,7 @@ class VirtualWorker:
             else:
                 assert ends_s < float("inf"), f"nothing runs, and {sorted(left)[:4]} wait"
                 now_s = ends_s
+                run.computed.append((now_s, sum(row.count for row in self.machine.plan_in_flight.rows)))
                 effects = self.machine.handle(now_s, self._ended(run))
             for effect in effects:
                 if isinstance(effect, Send) and isinstance(effect.message, TokenBatch):

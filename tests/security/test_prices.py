@@ -1,34 +1,49 @@
 """The rule: whatever a request makes us compute or hold is priced before it is begun.
 
-`prices.py` has every field with its price and bound. Here the table is compared with what the API parses, so that a new
-field without a price fails; each bound is tried at its figure and one beyond, at a gateway with a scripted cluster; and
-the heaviest legal requests run beside a polite client in virtual time, where work is counted, never timed.
+`prices.yaml` has every field with its price and bound. Here the table is compared with what the API parses, so that a
+new field without a price fails; each bound is tried at its figure and one beyond, at a gateway with a scripted cluster;
+and the heaviest legal requests run beside a polite client in virtual time, where work is counted, never timed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from random import Random
 from string import Formatter
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
 from msgspec import inspect
 
-from cohort.common.config import Config
-from cohort.services.gateway.bounds import BOUNDS, Bounds
+from cohort.common.config import Config, GatewayConfig, KeyLimits, load_config
+from cohort.common.errors import RequestError
+from cohort.common.messages import StartSegment
+from cohort.common.types import Segment, Slo
+from cohort.services.gateway.batches.batch_api import BATCH_BODY_BYTES
+from cohort.services.gateway.batches.batch_uploads import FIELD_BYTES
+from cohort.services.gateway.bounds import BOUNDS
+from cohort.services.gateway.generation.preparation import RequestBudget, output_limits, prepare
+from cohort.services.gateway.http.bodies import MAX_LOGPROBS, MAX_STOP_STRINGS
 from cohort.services.gateway.openapi_operations import OPERATIONS
-from tests.security import prices
-from tests.security.prices import FREE, OPEN, ROUTES, ROWS, Row
+from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.parsing import Call, parse_completion
+from tests.examples import examples
+from tests.security.neighbours import VirtualWorker, request
+from tests.security.prices import IN_MIB, OPEN, PAGE, PRICES, fields, fields_of, on_page, places, table
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.tiny_model import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = {row.what: row for row in ROWS}
+ROW = {row.what: row for row in PRICES.rows}
 
 # -- The table is whole --------------------------------------------------------------------------------------------
 
@@ -47,36 +62,33 @@ UNPRICED_ROUTES = 14
 
 def test_every_field_has_a_price() -> None:
     """And every entry a field, each in one place."""
-    listed = [place for row in ROWS for place in row.places] + prices.places_of(FREE)
-    assert sorted(listed) == sorted(prices.fields())
+    listed = [place for row in ROW.values() for place in places(row.fields)] + places(PRICES.free)
+    assert sorted(listed) == sorted(fields())
 
 
 def test_every_route_has_a_price() -> None:
-    assert sorted(" ".join(ROUTES.values()).split()) == sorted(operation.id for operation in OPERATIONS)
+    assert sorted(" ".join(PRICES.routes.values()).split()) == sorted(operation.id for operation in OPERATIONS)
 
 
 def test_every_bound_is_in_the_table() -> None:
-    named = {name for row in ROWS for _, name, _, _ in Formatter().parse(row.bound) if name}
-    own = {each.name for each in fields(Bounds)}
-    spelled = {"file_mib": "file_bytes", "streams_mib": "streams_bytes", "grammar_mib": "grammar_memory_bytes"}
-    assert own <= {spelled.get(name, name) for name in named}
+    named = {name for row in ROW.values() for _, name, _, _ in Formatter().parse(row.bound) if name}
+    assert set(asdict(BOUNDS)) <= {IN_MIB.get(name, name) for name in named}
 
 
 def test_what_has_no_price_only_shrinks() -> None:
-    assert {row.what for row in ROWS if OPEN in (row.price, row.bound)} == UNPRICED
-    assert len(ROUTES.get(OPEN, "").split()) == UNPRICED_ROUTES
+    assert {row.what for row in ROW.values() if OPEN in (row.price, row.bound)} == UNPRICED
+    assert len(PRICES.routes.get(OPEN, "").split()) == UNPRICED_ROUTES
 
 
 def test_options_of_the_table_exist() -> None:
-    for row in ROWS:
-        for option in (each for each in f"{row.price} {row.bound}".split("`") if "." in each and " " not in each):
-            section, _, name = option.partition(".")
-            assert hasattr(getattr(Config(), section), name), option
+    for row in ROW.values():
+        for option in re.findall(r"`(\w+)\.(\w+)`", row.price + row.bound):
+            assert attrgetter(".".join(option))(Config()) is not None
 
 
 def test_the_page_has_the_same_table() -> None:
     """`python -m tests.security.prices --write` makes it."""
-    assert prices.on_page(prices.PAGE.read_text(encoding="utf-8")) == prices.table()
+    assert on_page(PAGE.read_text(encoding="utf-8")) == table()
 
 
 class _Leaf(msgspec.Struct):
@@ -94,8 +106,8 @@ class _Wrapped(msgspec.Struct):
 def test_the_walk_goes_through_unions_lists_and_maps() -> None:
     for name in ("leaf", "leaves", "named"):
         kind = next(each.type for each in inspect.type_info(_Wrapped).fields if each.name == name)  # type: ignore[attr-defined]
-        assert list(prices.fields_of(kind, set())) == ["_Leaf.pages"]
-    assert set(prices.fields_of(inspect.type_info(_Wrapped), set())) == {
+        assert list(fields_of(kind, set())) == ["_Leaf.pages"]
+    assert set(fields_of(inspect.type_info(_Wrapped), set())) == {
         "_Leaf.pages",
         *(f"_Wrapped.{name}" for name in ("leaves", "named", "share", "choice")),
     }
@@ -103,183 +115,275 @@ def test_the_walk_goes_through_unions_lists_and_maps() -> None:
 
 # -- Each bound, at it and beyond it -------------------------------------------------------------------------------
 
+TEXT, CHAT, ANSWER, MESSAGE = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FILES, ITEMS, BATCHES = "/v1/files", f"{ANSWER}/x/input_items", "/v1/batches"
+ASKED = {"role": "user", "content": "a"}
+WHOLE: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": [7], "max_tokens": 1},
+    CHAT: {"messages": [ASKED], "max_tokens": 1},
+    ANSWER: {"input": "a", "max_output_tokens": 1},
+    MESSAGE: {"model": "tiny", "messages": [ASKED], "max_tokens": 1},
+    BATCHES: {"endpoint": TEXT, "completion_window": "1h", "input_file_id": "x"},
+}
+"""Small bodies, to which each case adds its field."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """`at` and `beyond`: bodies. `words`: the message of a refusal names the field and the limit by these. `limits`,
-    `options`: smaller ones, where the real one would take the test long."""
+    """`make(most)` is accepted as the value of the field, with status `accepted`, and `make(most + 1)` refused by a
+    message that has `name`, or `named`, and `says`. `limits`, `options`: smaller ones, where the real ones take
+    long."""
 
     row: str
     path: str
-    at: Any
-    beyond: Any
-    words: tuple[str, ...]
+    name: str
+    make: Callable[[int], Any]
+    most: int
+    says: str = ""
+    named: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    accepted: int = 200
 
-    @property
-    def id(self) -> str:
-        return f"{self.row} {self.words[0]} {self.path.rpartition('/')[2]}"
-
-
-TEXT, CHAT, ANSWER, MESSAGE = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
-ASKED = [{"role": "user", "content": "a"}]
-
-
-def completions(row: str, at: dict[str, Any], beyond: dict[str, Any], *words: str, **sizes: Any) -> Case:
-    whole = {"prompt": "a", "max_tokens": 1}
-    return Case(row, TEXT, whole | at, whole | beyond, words, **sizes)
-
-
-def chats(row: str, at: dict[str, Any], beyond: dict[str, Any], *words: str, **sizes: Any) -> Case:
-    whole = {"messages": ASKED, "max_tokens": 1}
-    return Case(row, CHAT, whole | at, whole | beyond, words, **sizes)
+    async def send(self, site: Site, size: int) -> tuple[int, str]:
+        url, sized = site.url + self.path, {**self.extra, self.name: self.make(size)}
+        if self.path in (FILES, ITEMS) and self.name == "limit":
+            asked = site.session.get(url, params=sized)
+        elif self.path == FILES:
+            form = aiohttp.FormData({"purpose": sized.get("purpose", "batch")})
+            form.add_field("file", sized.get("file", "x"), filename="in.jsonl")
+            asked = site.session.post(url, data=form)
+        else:
+            asked = site.session.post(url, json={**WHOLE.get(self.path, {}), **sized})
+        async with asked as response:
+            return response.status, await response.text()
 
 
-def answers(row: str, at: dict[str, Any], beyond: dict[str, Any], *words: str, **sizes: Any) -> Case:
-    whole = {"input": "a", "max_output_tokens": 1}
-    return Case(row, ANSWER, whole | at, whole | beyond, words, **sizes)
+def ids(count: int) -> list[int]:
+    return [7] * count
 
 
-def messages(row: str, at: dict[str, Any], beyond: dict[str, Any], *words: str, **sizes: Any) -> Case:
-    whole = {"model": "tiny", "messages": ASKED, "max_tokens": 1}
-    return Case(row, MESSAGE, whole | at, whole | beyond, words, **sizes)
+def text(count: int) -> str:
+    return "x" * count
 
 
-def keys(count: int) -> dict[str, str]:
-    return {str(key): "" for key in range(count)}
+def texts(count: int) -> list[str]:
+    return [f"{number:x}" for number in range(count)]
 
 
-def biases(count: int) -> dict[str, int]:
-    return {str(token): 1 for token in range(count)}
+def long_texts(count: int) -> list[str]:
+    return [f"{start:x}".ljust(min(256, count - start), "x") for start in range(0, count, 256)]
+
+
+def named(count: int) -> dict[str, int]:
+    return {str(key): 1 for key in range(count)}
+
+
+def turns(count: int) -> list[dict[str, str]]:
+    return [ASKED] * count
 
 
 def tools(count: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"f{number}"}} for number in range(count)]
 
 
-def regex_of(size: int) -> str:
+def regex(size: int) -> str:
     """Return an expression whose question to the compiler has so many bytes."""
     return "a" * (size - len(msgspec.json.encode(("regex", ""))))
 
 
 def lists(depth: int) -> Any:
-    return [lists(depth - 1)] if depth else 0
+    return [lists(depth - 1)] if depth > 1 else 0
 
 
-def sized(size: int) -> bytes:
-    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": ""}).encode()
-    return body[:-2] + b"x" * (size - len(body)) + body[-2:]
+def fill(path: str) -> Callable[[int], str]:
+    """Return a text that fills a body of its path to so many bytes, as its last field."""
+    field_ = "user" if path == TEXT else "input_file_id"
+    return lambda size: text(size - len(json.dumps({**WHOLE[path], field_: ""})))
 
 
-def form(size: int = 1, purpose: str = "batch", **more: str) -> Callable[[], aiohttp.FormData]:
-    def made() -> aiohttp.FormData:
-        data = aiohttp.FormData({"purpose": purpose} | more)
-        data.add_field("file", b"x" * size, filename="in.jsonl")
-        return data
-
-    return made
-
-
-# 64 units of the choice, 100 of the prompt and 136 of the answer.
-WORK = {"max_request_work": 300}
-WORDS = ("300 (gateway.max_request_work)",)
-CASES = (
-    completions("tokens: of prompts", {"prompt": [7] * (CONTEXT - 1)}, {"prompt": [7] * CONTEXT}, str(CONTEXT)),
-    completions(
-        "tokens: of answers",
-        {"prompt": [7] * 100, "max_tokens": CONTEXT - 100},
-        {"prompt": [7] * 100, "max_tokens": CONTEXT - 99},
-        str(CONTEXT),
-    ),
-    completions(
-        "tokens: of answers",
-        {"prompt": [7] * 100, "max_tokens": 136},
-        {"prompt": [7] * 100, "max_tokens": 137},
-        *WORDS,
-        "max_tokens",
-        options=WORK,
-    ),
-    completions("choices", {"n": BOUNDS.choices}, {"n": BOUNDS.choices + 1}, "128 choices", "n "),
-    completions("choices", {"best_of": BOUNDS.choices}, {"best_of": BOUNDS.choices + 1}, "128 choices", "best_of"),
-    completions("choices", {"prompt": ["a"] * 2, "n": 2}, {"prompt": ["a"] * 5}, "4", limits={"choices": 4}),
-    completions("scores", {"logprobs": 20}, {"logprobs": 21}, "<= 20", "logprobs"),
-    completions("scores", {"prompt_logprobs": 20}, {"prompt_logprobs": 21}, "<= 20", "prompt_logprobs"),
-    chats("scores", {"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "top_logprobs": 21}, "<= 20", "top_"),
-    answers("scores", {"top_logprobs": 20}, {"top_logprobs": 21}, "<= 20", "top_logprobs"),
-    completions(  # 3 tokens, each of 2 log-probabilities of the prompt's echo: 64 + 3 + 1 × 3 + 3 × 3
+# 64 units of the choice, one of the prompt.
+WORK: dict[str, Any] = {"says": "300 (gateway.max_request_work)", "options": {"max_request_work": 300}}
+SCORED: dict[str, Any] = {"logprobs": True}
+SMALL: dict[str, Any] = {"says": "gateway.max_body_bytes", "options": {"max_body_bytes": 2000}}
+CASES = [
+    Case("tokens: of prompts", TEXT, "prompt", ids, CONTEXT - 1, f"length is {CONTEXT} tokens"),
+    Case("tokens: of prompts", TEXT, "prompt", ids, 235, **WORK),
+    Case("tokens: of answers", TEXT, "max_tokens", int, CONTEXT - 1, f"length is {CONTEXT} tokens", named="answer"),
+    Case("tokens: of answers", TEXT, "max_tokens", int, 235, **WORK),
+    Case("choices", TEXT, "n", int, BOUNDS.choices),
+    Case("choices", TEXT, "best_of", int, BOUNDS.choices),
+    Case("choices", TEXT, "prompt", texts, 4, limits={"choices": 4}),
+    Case("scores", TEXT, "logprobs", int, MAX_LOGPROBS),
+    Case(
         "scores",
-        {"prompt": [7] * 3, "echo": True, "logprobs": 1},
-        {"prompt": [7] * 3, "echo": True, "logprobs": 2},
-        "79 (gateway.max_request_work)",
-        options={"max_request_work": 79},
+        TEXT,
+        "logprobs",
+        int,
+        9,
+        extra={"prompt": ids(10), "echo": True, "max_tokens": 9},
+        named="echo",
+        **WORK,
     ),
-    completions("stops: texts", {"stop": "x" * 256}, {"stop": "x" * 257}, "at most 256", "stop"),
-    completions(
-        "stops: texts",
-        {"stop": [letter * 256 for letter in "vwxy"]},
-        {"stop": [*(letter * 256 for letter in "vwxy"), "z"]},
-        "at most 1024",
-        "stop",
-    ),
-    completions("stops: texts", {"stop": list("abcdefghijklmnop")}, {"stop": list("abcdefghijklmnopq")}, "<= 16", "stop"),
-    messages("stops: texts", {"stop_sequences": ["x" * 256]}, {"stop_sequences": ["x" * 257]}, "256", "stop_sequences"),
-    completions("stops: tokens", {"stop_token_ids": [5] * 256}, {"stop_token_ids": [5] * 257}, "<= 256", "stop_token_ids"),
-    completions(
-        "biases", {"logit_bias": biases(300)}, {"logit_bias": biases(301)}, "300", "logit_bias", limits={"logit_biases": 300}
-    ),
-    *(
-        case("grammars: compiled", *({name: value(size)} for size in (99, 100)), "99", words, limits={"grammar_bytes": 99})
-        for case, name, value, words in (
-            (completions, "guided_regex", regex_of, "guided_regex"),
-            (chats, "structured_outputs", lambda size: {"regex": regex_of(size)}, "structured_outputs.regex"),
-        )
-    ),
-    chats("tools", {"tools": tools(128)}, {"tools": tools(129)}, "at most 128", "tools", options={"default_max_tokens": 1}),
-    chats("messages", {"messages": ASKED * 3}, {"messages": ASKED * 4}, "at most 3", "messages", limits={"messages": 3}),
-    answers("messages", {"input": ASKED * 3}, {"input": ASKED * 4}, "at most 3", limits={"messages": 3}),
-    completions("metadata", {"metadata": keys(64)}, {"metadata": keys(65)}, "at most 64", "metadata"),
-    answers("metadata", {"metadata": keys(16)}, {"metadata": keys(17)}, "<= 16", "metadata"),
-    answers("metadata", {"metadata": {"a": "x" * 512}}, {"metadata": {"a": "x" * 513}}, "<= 512", "metadata"),
-    *(case("nesting", {"user": "u"} if case is answers else {"metadata": lists(31)}, {"metadata": lists(32)}, "32 deep")
-      for case in (completions, chats, answers, messages)),
-    Case("bodies: one", TEXT, sized(2000), sized(2001), ("2000", "gateway.max_body_bytes"), options={"max_body_bytes": 2000}),
-    Case("listings", f"{ANSWER}/resp_x/input_items", {"limit": 100}, {"limit": 101}, ("100", "limit")),
-    Case("listings", "/v1/files", {"limit": 10_000}, {"limit": 10_001}, ("10000", "limit")),
-    Case("listings", "/v1/batches", {"limit": 100}, {"limit": 101}, ("100", "limit")),
-    Case("files: one", "/v1/files", form(50), form(51), ("50 bytes", "file"), limits={"file_bytes": 50}),
-    Case("files: other fields", "/v1/files", form(), form(purpose="x" * 1025), ("1024 bytes", "purpose")),
-)  # fmt: skip
+    Case("scores", TEXT, "prompt_logprobs", int, MAX_LOGPROBS),
+    Case("scores", CHAT, "top_logprobs", int, MAX_LOGPROBS, extra=SCORED),
+    Case("scores", ANSWER, "top_logprobs", int, MAX_LOGPROBS),
+    Case("stops: texts", TEXT, "stop", text, BOUNDS.stop_length),
+    Case("stops: texts", TEXT, "stop", long_texts, BOUNDS.stop_characters),
+    Case("stops: texts", TEXT, "stop", texts, MAX_STOP_STRINGS),
+    Case("stops: texts", MESSAGE, "stop_sequences", lambda count: [text(count)], BOUNDS.stop_length),
+    Case("stops: tokens", TEXT, "stop_token_ids", ids, 256),
+    Case("biases", TEXT, "logit_bias", named, 300, limits={"logit_biases": 300}),
+    Case("grammars: compiled", TEXT, "guided_regex", regex, 99, limits={"grammar_bytes": 99}),
+    Case("grammars: compiled", CHAT, "guided_choice", lambda size: [text(size - 15)], 99, limits={"grammar_bytes": 99}),
+    Case("tools", CHAT, "tools", tools, 3, limits={"tools": 3}),
+    Case("messages", CHAT, "messages", turns, 3, limits={"messages": 3}),
+    Case("messages", ANSWER, "input", turns, 3, named="messages", limits={"messages": 3}),
+    Case("text: `/detokenize`", "/detokenize", "tokens", ids, 6, options={"max_request_work": 6}),
+    Case("metadata", TEXT, "metadata", named, BOUNDS.metadata_keys),
+    Case("metadata", ANSWER, "metadata", lambda count: dict.fromkeys(texts(count), ""), 16),
+    Case("metadata", ANSWER, "metadata", lambda count: {"a": text(count)}, 512),
+    Case("nesting", TEXT, "metadata", lists, BOUNDS.nesting, named="nested"),
+    Case("nesting", CHAT, "metadata", lists, BOUNDS.nesting, named="nested"),
+    Case("nesting", MESSAGE, "cache_control", lists, BOUNDS.nesting, named="nested"),
+    Case("bodies: one", TEXT, "user", fill(TEXT), 2000, named="body", **SMALL),
+    Case("bodies: one", BATCHES, "input_file_id", fill(BATCHES), BATCH_BODY_BYTES, named="body", accepted=400),
+    Case("listings", ITEMS, "limit", int, 100, accepted=404),
+    Case("listings", FILES, "limit", int, 10_000),
+    Case("files: one", FILES, "file", text, 50, limits={"file_bytes": 50}),
+    Case("files: other fields", FILES, "purpose", lambda size: "batch".ljust(size), FIELD_BYTES),
+    Case("adapters", TEXT, "model", lambda other: "other" if other else "tiny", 0, "tiny"),
+]
 
 
-async def sent(site: Site, case: Case, body: Any) -> tuple[int, str]:
-    if callable(body):
-        asked = site.session.post(site.url + case.path, data=body())
-    elif case.row == "listings":
-        asked = site.session.get(site.url + case.path, params=body)
-    else:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        asked = site.session.post(site.url + case.path, data=data, headers={"Content-Type": "application/json"})
-    async with asked as response:
-        return response.status, await response.text()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row} {case.path} {case.name} {case.most}")
 async def test_at_the_bound_and_beyond(open_site: OpenSite, case: Case) -> None:
     async with open_site(limits=case.limits, **case.options) as site:
-        status, text = await sent(site, case, case.at)
-        assert status == (404 if "resp_x" in case.path else 200), text
+        status, answer = await case.send(site, case.most)
+        assert status == case.accepted, answer
         submitted = len(site.manager.submitted)
-        status, text = await sent(site, case, case.beyond)
-        assert str(status) == ROW[case.row].beyond, text
-        message = json.loads(text)["error"]["message"]
-        assert all(word in message for word in case.words), message
+        status, answer = await case.send(site, case.most + 1)
+        assert str(status) == ROW[case.row].beyond, answer
+        message = json.loads(answer)["error"]["message"]
+        assert (case.named or case.name) in message and (case.says or str(case.most)) in message
         assert len(site.manager.submitted) == submitted
 
 
 def test_every_bound_is_tried() -> None:
     """Here or in the test that the row names."""
     cases = {case.row for case in CASES}
-    missing = [row.what for row in ROWS if row.what not in cases and not row.tested and row.what not in UNPRICED]
+    missing = [
+        row.what for row in ROW.values() if row.what not in cases and not row.tested and row.what not in UNPRICED
+    ]
     assert missing == []
-    assert [row.tested for row in ROWS if row.tested and not (ROOT / row.tested).is_file()] == []
+    assert [row.tested for row in ROW.values() if row.tested and not (ROOT / row.tested).is_file()] == []
+
+
+KEYS_REQUESTS = "the key's requests"
+
+
+@pytest.mark.parametrize("price", [KEYS_REQUESTS, OPEN])
+async def test_calls_count_against_their_key(open_site: OpenSite, price: str) -> None:
+    """The second of a key with one request a minute is refused, whatever it asks for; and a route that is listed
+    without a price has none."""
+    for operation in (each for each in OPERATIONS if each.id in PRICES.routes.get(price, "").split()):
+        async with open_site(api_keys=("k",), keys={"limits": KeyLimits(requests_per_minute=1)}) as site:
+            url, statuses = site.url + operation.path.replace("{id}", "x"), []
+            body = {"json": {"model": "tiny", **operation.example}} if operation.body else {}
+            for _ in range(2):
+                headers = {"Authorization": "Bearer k"}
+                async with site.session.request(operation.method, url, headers=headers, **body) as response:
+                    statuses.append(response.status)
+            assert statuses[0] != 429
+            assert (statuses[1] == 429) == (price == KEYS_REQUESTS), (operation.id, statuses)
+
+
+# -- The heaviest legal requests, beside a polite client -----------------------------------------------------------
+
+CARD = ModelCard("tiny", Path("/m"), 8192, 20_000, (2,))
+POLITE_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """A completion of `prompts` × `n` choices with the longest answers that it may ask for."""
+
+    prompts: int
+    n: int
+    length: int
+    scores: int | None
+    echo: bool
+
+    def call(self, max_tokens: int) -> Call:
+        random = Random(self.length)
+        ids = [[random.randrange(20_000) for _ in range(self.length)] for _ in range(self.prompts)]
+        body = {"prompt": ids, "n": self.n, "logprobs": self.scores, "echo": self.echo, "max_tokens": max_tokens}
+        return parse_completion(json.dumps(body).encode(), {}, GatewayConfig(), CARD)
+
+    def price(self, max_tokens: int) -> int:
+        """Return the units of work. Raises `RequestError` beyond a bound, as the gateway does."""
+        call, config, tokens = self.call(max_tokens), GatewayConfig(), [self.length] * self.prompts
+        budget = RequestBudget(config, 16)
+        budget.check(call)
+        return budget.price(call, tokens, output_limits(call, tokens, config, CARD.max_model_len)).total
+
+    def longest(self) -> int:
+        """Return the largest `max_tokens`; 0 if the request has no legal one."""
+        try:
+            one = self.price(1)
+            each = self.price(2) - one
+        except RequestError:
+            return 0
+        return min(CARD.max_model_len - self.length, 1 + (GatewayConfig().max_request_work - one) // each)
+
+    def segments(self, max_tokens: int, at_s: float, config: Config) -> list[StartSegment]:
+        call = self.call(max_tokens)
+        slo = Slo(ttft_s=config.gateway.rt_ttft_slo_s, tpot_s=config.gateway.rt_tpot_slo_s)
+        requests = prepare(
+            call,
+            [prompt for prompt in call.prompts if isinstance(prompt, list)],
+            base_id="heavy",
+            gateway="gateway",
+            seed=1,
+            arrival_s=at_s,
+            card=CARD,
+            token_limits=[max_tokens] * self.prompts,
+        )
+        started = (msgspec.structs.replace(request, slo=slo) for request in requests)
+        return [StartSegment(request, [Segment(0, None, "w")], 0, "ipc://gateway") for request in started]
+
+
+@st.composite
+def heavy(draw: st.DrawFn) -> Heavy:
+    prompts = draw(st.sampled_from([1, 2, 8, 60, BOUNDS.choices]))
+    n = draw(st.integers(1, BOUNDS.choices // prompts) | st.just(BOUNDS.choices // prompts))
+    length = draw(st.sampled_from([1, 3, 60, 500, 2000, 4000, 8000, 8190]))
+    scores = draw(st.sampled_from([None, None, MAX_LOGPROBS]))
+    return Heavy(prompts, n, length, scores, scores is not None and draw(st.booleans()))
+
+
+@pytest.mark.parametrize(("preset", "first_chunks"), [("cohort", 2), ("unified", None)])
+def test_a_polite_client_waits_for_little_work(preset: str, first_chunks: int | None) -> None:
+    """Between two of its tokens no more is computed for anybody than `engine.prefill_chunk` tokens, before its first
+    no more than twice as many: the iteration that runs and its own. `unified` has no bound before the first."""
+    config = load_config(preset=preset)
+    chunk = config.engine.prefill_chunk
+
+    @settings(max_examples=examples(1.0), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(heavy(), st.floats(0.0, 1.5), st.integers(0, 3))
+    @example(Heavy(BOUNDS.choices, 1, 60, None, echo=False), 0.55, 0)
+    def holds(attack: Heavy, at_s: float, seed: int) -> None:
+        most = attack.longest()
+        assume(most)
+        attack.price(most)
+        with pytest.raises(RequestError):
+            attack.price(most + 1)
+        prompt = [Random(seed).randrange(20_000) for _ in range(12)]
+        polite = [request("polite", prompt, max_tokens=POLITE_TOKENS, at_s=at_s, config=config)]
+        run = VirtualWorker(config).run([(0.5, attack.segments(most, 0.5, config)), (at_s, polite)], until="polite")
+        first, *later = run.work_between("polite")
+        assert max(later) <= chunk
+        assert first_chunks is None or first <= first_chunks * chunk
+
+    holds()

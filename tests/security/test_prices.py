@@ -291,6 +291,8 @@ async def test_calls_count_against_their_key(open_site: OpenSite, price: str) ->
 CONFIG = GatewayConfig()
 CARD = ModelCard("tiny", Path("/m"), 8192, 20_000, (2,))
 POLITE_TOKENS = 24
+OF_TEXTS: Any = len
+"""The least tokens of a text; prompts here are token ids."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +313,7 @@ class Heavy:
 
     def price(self, max_tokens: int) -> int:
         """Return the units of work. Raises `RequestError` beyond a bound, as the gateway does."""
-        call, tokens, budget = self.call(max_tokens), [self.length] * self.prompts, RequestBudget(CONFIG, 16)
+        call, tokens, budget = self.call(max_tokens), [self.length] * self.prompts, RequestBudget(CONFIG, OF_TEXTS)
         budget.check(call)
         return budget.price(call, tokens, output_limits(call, tokens, CONFIG, CARD.max_model_len)).total
 

@@ -27,7 +27,12 @@ from cohort.services.gateway.openapi_operations import OPERATIONS, Operation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 OPEN = "open"
-IN_MIB = {"file_mib": "file_bytes", "streams_mib": "streams_bytes", "grammar_mib": "grammar_memory_bytes"}
+IN_MIB = {
+    "file_mib": "file_bytes",
+    "streams_mib": "streams_bytes",
+    "grammar_mib": "grammar_memory_bytes",
+    "grammars_passed_mib": "grammars_passed_bytes",
+}
 FIGURES: Mapping[str, Any] = {
     **asdict(BOUNDS),
     **{name: asdict(BOUNDS)[of] >> 20 for name, of in IN_MIB.items()},

@@ -27,7 +27,7 @@ import structlog
 
 from cohort.common.engine.step.batch import Int32Array, SamplingRow
 from cohort.common.errors import ModelError
-from cohort.common.grammar import GrammarError, GrammarTokens, Matcher
+from cohort.common.grammar import MASK_S, MASKS, GrammarError, GrammarTokens, Matcher
 from cohort.common.sampling_inputs import GrammarInputs
 
 log = structlog.get_logger(__name__)
@@ -35,10 +35,6 @@ log = structlog.get_logger(__name__)
 _WORD_BITS = 32
 _COMPILED_BYTES = 64 << 20
 """Estimated bytes of the compiled grammars that are stored for the next request with one of them."""
-MASK_S = 0.005
-"""Maximum processor time of a request's masks, on average over the last `_MASKS`; one of an ordinary schema takes
-0.02 ms, one of a schema with hundreds of optional properties 0.1 ms to 1 ms."""
-_MASKS = 8
 STEP_S = 0.01
 """Processor time of all masks that a step computes on the engine thread, where everybody's tokens wait for them; one
 mask may exceed it, a grammar's first that does."""
@@ -74,7 +70,7 @@ class _Compiled:
     def check(self) -> None:
         """Raise `GrammarError` if one mask took more than an answer's whole account: then all its answers end, as they
         would one after the other."""
-        if self.slowest_s > _MASKS * MASK_S:
+        if self.slowest_s > MASKS * MASK_S:
             raise _too_slow(self.slowest_s, 1)
 
 
@@ -85,7 +81,7 @@ class _Answer:
     compiled: Future[_Compiled]
     matcher: Matcher | None = None
     mask: Future[tuple[Int32Array, float]] | None = None
-    costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MASKS))
+    costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=MASKS))
     """Processor times of its last masks."""
     mean_s: float = 0.0
     """Moving average of these; 0 before the first, which is tried."""
@@ -98,14 +94,14 @@ class _Answer:
         """Enter a mask into the account. Raises `GrammarError` beyond it; masks that are still to come count as 0."""
         self.costs_s.append(cost_s)
         self.mean_s += (cost_s - self.mean_s) / len(self.costs_s)
-        if (spent_s := sum(self.costs_s)) > _MASKS * MASK_S:
+        if (spent_s := sum(self.costs_s)) > MASKS * MASK_S:
             raise _too_slow(spent_s, len(self.costs_s))
 
 
 def _too_slow(spent_s: float, masks: int) -> GrammarError:
     return GrammarError(
         f"the tokens that may come next took {1000 * spent_s:.0f} ms of processor time to find, for {masks} tokens; "
-        f"the limit is {1000 * _MASKS * MASK_S:.0f} ms for {_MASKS}"
+        f"the limit is {1000 * MASKS * MASK_S:.0f} ms for {MASKS}"
     )
 
 

@@ -15,6 +15,7 @@ from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.generation.delta import Caller, Delta, GatewayTimes, Generation
+from cohort.services.gateway.generation.generator import Body
 from cohort.services.gateway.generation.preparation import Reservation, prepare
 from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.resume.resume_marks import parse_last_event_id, resuming_writer
@@ -62,6 +63,10 @@ async def events_of(site: Site, path: str, body: dict[str, Any]) -> dict[int | N
             event.pop(name, None)
         found.setdefault(event["choices"][0]["index"] if event["choices"] else None, []).append(event)
     return found
+
+
+def _body(fields: dict[str, Any]) -> Body:
+    return Body(json.dumps(fields).encode(), Caller("", "", 0.0))
 
 
 @pytest.mark.parametrize(("path", "body"), PLAIN)
@@ -213,7 +218,7 @@ async def test_however_tokens_come_their_client_reads_the_same(
     async with open_site() as site:
         generator = site.gateway.generator
         endpoint = site.gateway._resumption._endpoints[which]
-        asked = await endpoint.read(json.dumps({**body, "stream": True}).encode(), {}, "")
+        asked = await endpoint.read(_body({**body, "stream": True}), {})
         card, at_once = generator.served.card, 0
         for seed in range(40):
             random = Random(seed)
@@ -254,7 +259,7 @@ async def test_a_stream_is_quiet_only_when_nothing_was_sent_for_so_long(open_sit
     keepalive_s, keepalive, loop = 0.05, 0, asyncio.get_running_loop()
     async with open_site() as site:
         generator = site.gateway.generator
-        asked = await site.gateway._resumption._endpoints[3].read(json.dumps(NAMED[1][1]).encode(), {}, "")
+        asked = await site.gateway._resumption._endpoints[3].read(_body(NAMED[1][1]), {})
         answering = await generator.begin(asked.call, 9, Caller("", "", 0.0), Outlet())
         writer, sink, heard_s = asked.writer(answering), Reads(Random(1)), loop.time()
 
@@ -296,7 +301,7 @@ def _read(events: list[bytes]) -> dict[int, str]:
 async def test_tokens_before_an_error_are_sent_before_it(open_site: OpenSite) -> None:
     async with open_site() as site:
         generator = site.gateway.generator
-        asked = await site.gateway._resumption._endpoints[0].read(json.dumps(TEXT).encode(), {}, "")
+        asked = await site.gateway._resumption._endpoints[0].read(_body(TEXT), {})
         answering = await generator.begin(asked.call, 9, Caller("", "", 0.0), Outlet())
         answering.outlet.put(Delta(0, site.tokenizer.encode("so far", special_tokens=False)))
         answering.outlet.put(Delta(0, error=RequestError("broken", status=503)))

@@ -398,7 +398,7 @@ class WorkerMachine:
             self.counters.late_rows += len(late)
         ending, due = note_computed(now_s, plan, self.state, late)
         assert len(event.sampled) + len(late) == due or plan.drafted or plan.ended_rows, (
-            f"{len(event.sampled)} tokens and {len(late)} late rows of a step whose rows yield {due}"
+            f"{len(event.sampled)} tokens of a step whose rows yield {due}, {len(late)} of them late"
         )
         add = self._tokens.add
         for sampled in self.drafts.one_by_one(event.sampled) if plan.drafted else event.sampled:

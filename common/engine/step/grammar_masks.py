@@ -131,7 +131,7 @@ class GrammarMasks:
         """Time left of the step's account."""
         self._crowded = False
         """Whether the last step left masks to the helper."""
-        self._counted_s = 0.0
+        self._counted = (0.0, 0.0)
         """Value of the clock up to which the account has been charged."""
         # Bits of the last word that are tokens: what a grammar's vocabulary has beyond the logits cannot be sampled.
         self._last_word = np.uint32((1 << (vocabulary % _WORD_BITS or _WORD_BITS)) - 1).view(np.int32)
@@ -192,7 +192,7 @@ class GrammarMasks:
         has no time for before the rest is computed, so that some of it is ready then."""
         due = [index for index in bound if not self._try(masks, index, rows[index], self._known)]
         here = self._share(due, rows)
-        self._counted_s = self._clock()
+        self._counted = self._times()
         for index in here:
             if self._left_s > 0.0:
                 self._try(masks, index, rows[index], self._computed)
@@ -252,11 +252,11 @@ class GrammarMasks:
         try:
             bits, replay_s = self._compute(inputs, answer, row.ahead)
         finally:  # one that fails takes as long
-            before_s, self._counted_s = self._counted_s, self._clock()
-            spent_s = self._counted_s - before_s
-            self._left_s -= spent_s
-            answer.compiled.result().note(spent_s - replay_s)
-        answer.note(spent_s - replay_s)
+            before, self._counted = self._counted, self._times()
+            self._left_s -= self._counted[0] - before[0]
+            cost_s = _cost_s(before, self._counted, replay_s)
+            answer.compiled.result().note(cost_s)
+        answer.note(cost_s)
         return bits
 
     def _hand_over(self, row: SamplingRow) -> None:
@@ -270,11 +270,11 @@ class GrammarMasks:
 
     def _help(self, inputs: GrammarInputs, answer: _Answer) -> tuple[Int32Array, float]:
         """Compute a mask in the helper's thread; return it with its processor time."""
-        began_s, replay_s = self._clock(), 0.0
+        began, replay_s = self._times(), 0.0
         try:
             bits, replay_s = self._compute(inputs, answer, ())
         finally:
-            cost_s = self._clock() - began_s - replay_s
+            cost_s = _cost_s(began, self._times(), replay_s)
             answer.compiled.result().note(cost_s)
         return bits, cost_s
 
@@ -342,10 +342,19 @@ class GrammarMasks:
     def _compile(self, text: str) -> _Compiled:
         if self._tokens is None:
             raise GrammarError(self._reason)
-        matcher, began_s = self._tokens.compile(text), self._clock()
+        matcher, began = self._tokens.compile(text), self._times()
         first = self._mask(matcher)
-        cost_s = self._clock() - began_s
-        return _Compiled(matcher, first, cost_s)
+        return _Compiled(matcher, first, _cost_s(began, self._times()))
+
+    def _times(self) -> tuple[float, float]:
+        return self._clock(), time.monotonic()
+
+
+def _cost_s(began: tuple[float, float], ended: tuple[float, float], replay_s: float = 0.0) -> float:
+    """Return the processor time between two times of one thread, or 0 if it waited for most of the elapsed time: a wait
+    for the interpreter's lock beside a busy thread is processor time by a fifth, which may be 100 ms."""
+    spent_s = ended[0] - began[0]
+    return 0.0 if 2.0 * spent_s < ended[1] - began[1] else spent_s - replay_s
 
 
 def _has_all_tokens(row: SamplingRow) -> bool:
@@ -362,6 +371,8 @@ def _expected_s(row: SamplingRow) -> float:
     answer = inputs.answer
     if not answer.compiled.done() or answer.mask is not None or len(inputs.output) < row.awaits:
         return math.inf
+    if answer.compiled.exception() is not None:
+        return 0.0  # its failure is found at once
     if answer.compiled.result().slowest_s > STEP_S:
         return math.inf
     taken = 0 if answer.matcher is None else answer.matcher.taken

@@ -20,7 +20,7 @@ from cohort.common.engine.device.uploads import Uploads
 from cohort.common.engine.step import grammar_masks
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.engine.step.device_sampler import sample_on_device
-from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks, _cost_s, _expected_s
 from cohort.common.engine.step.sampler import sample
 from cohort.common.grammar import GrammarError, GrammarTokens
 from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
@@ -293,6 +293,23 @@ def _compiled(engine: GrammarMasks, *texts: str) -> GrammarMasks:
     for text in texts:
         engine._begin(text).result()
     return engine
+
+
+def test_a_wait_for_the_interpreters_lock_is_no_cost_of_a_mask() -> None:
+    assert _cost_s((1.0, 5.0), (1.1, 5.6)) == 0.0
+    assert _cost_s((1.0, 5.0), (1.1, 5.15), replay_s=0.03) == pytest.approx(0.07)
+
+
+def test_a_grammar_that_fails_to_compile_between_two_looks_ends_its_request_alone() -> None:
+    inputs = GrammarInputs(grammar.of_regex("("))
+    row, plain = SamplingRow(0, 0, grammar=inputs), SamplingRow(0, 0)
+    engine = masks()
+    engine.prepare([inputs])
+    with pytest.raises(GrammarError):
+        engine._begin(inputs.text).result()
+    assert _expected_s(row) == 0.0
+    found = engine.of([row, plain])
+    assert found is not None and set(found.failures) == {0} and not found.late
 
 
 def test_a_request_whose_masks_are_slow_ends_with_both_figures() -> None:

@@ -128,7 +128,7 @@ class InstanceWork:
     def decode_pass_s(self, more_rows: int = 0, more_context: int = 0) -> float:
         """Return the seconds of an iteration of all decodes that are there, and of some more."""
         rows, context = self._decoding
-        return step_seconds(self.times, BatchShape(0, 0, 0, rows + more_rows, context + more_context))
+        return step_seconds(self.times, BatchShape.of_decodes(rows + more_rows, context + more_context))
 
     @property
     def decodes(self) -> int:

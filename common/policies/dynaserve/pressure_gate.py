@@ -46,7 +46,7 @@ class PressureGate(Fcfs):
             contexts = [work.context for work in stats.queue if work.prefill_left == 0 and work.decode_left > 0]
             known = self._known[view.instance] = (stats, len(contexts), sum(contexts))
         rows, context = known[1] + view.assigned_requests, known[2] + view.assigned_context_tokens
-        return rows > 0 and step_seconds(stats.step_times, BatchShape(0, 0, 0, rows, context)) > self._within_s
+        return rows > 0 and step_seconds(stats.step_times, BatchShape.of_decodes(rows, context)) > self._within_s
 
     def metrics(self) -> dict[str, float]:
         return {**super().metrics(), "held_back_total": float(self._held_back)}

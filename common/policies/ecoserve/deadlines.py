@@ -60,7 +60,7 @@ class Deadlines:
             return
         prompt, context = max(1, round(self._prompt_tokens)), max(1, round(self._context))
         self.prompt_s = step_seconds(times, BatchShape(prompt, 1, prompt * (prompt + 1) // 2, 0, 0))
-        self.token_s = step_seconds(times, BatchShape(0, 0, 0, 1, context))
+        self.token_s = step_seconds(times, BatchShape.of_decodes(1, context))
 
 
 def _mix(old: float, new: float) -> float:

@@ -101,4 +101,4 @@ def plan_shape(plan: IterationPlan, geometry: KvGeometry | None = None) -> Batch
 
 
 def decode_shape(rows: list[Row]) -> BatchShape:
-    return BatchShape(0, 0, 0, len(rows), sum(row.start + 1 for row in rows)) if rows else BatchShape(0, 0, 0, 0, 0)
+    return BatchShape.of_decodes(len(rows), sum(row.start + 1 for row in rows))

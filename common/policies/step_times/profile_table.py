@@ -236,8 +236,8 @@ class ProfileTable:
 def _measured_shape(shape: ProfileShape) -> BatchShape:
     """Return the shape of a profile's point, whose `context` counts positions after the step."""
     if shape.tokens_per_row == 1:
-        return BatchShape(0, 0, 0, shape.rows, shape.rows * shape.context)
-    batch = BatchShape(0, 0, 0, shape.decodes, shape.decodes * shape.decode_context)
+        return BatchShape.of_decodes(shape.rows, shape.rows * shape.context)
+    batch = BatchShape.of_decodes(shape.decodes, shape.decodes * shape.decode_context)
     for _ in range(shape.rows):
         batch = batch.with_prefill(shape.context - shape.tokens_per_row, shape.tokens_per_row)
     return batch

@@ -339,12 +339,16 @@ class Answering:
         """Return this answer's id, 32 hexadecimal digits: the same for every rendering, on another gateway too."""
         return stable_id(self.base_id, repr(self.created_s))
 
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
+
     def usage(self) -> Usage:
         """Return the usage of all choices. A prompt counts once, however many choices it has."""
         entries = self.generation.entries[:: self.call.n]
         return usage_of(
             sum(entry.request.prompt_tokens for entry in entries),
-            sum(choice.tokens for choice in self.choices),
+            self.completion_tokens,
             sum(entry.cached_tokens for entry in entries),
         )
 
@@ -352,7 +356,7 @@ class Answering:
         """Return prompt and completion tokens used. A prompt counts as soon as a worker has it."""
         entries, n = self.generation.entries, self.call.n
         placed = (entries[first] for first in range(0, len(entries), n) if _placed(entries[first : first + n]))
-        return sum(entry.request.prompt_tokens for entry in placed), sum(choice.tokens for choice in self.choices)
+        return sum(entry.request.prompt_tokens for entry in placed), self.completion_tokens
 
     def choice_usage(self, index: int) -> Usage:
         entry = self.generation.entries[index]

@@ -233,7 +233,7 @@ class Resumption:
         writer = session.api_request.writer(answering)
         writer = resuming_writer(answering, writer, resume_log.deltas, seen, may_be_ahead=session.client_may_be_ahead)
         # The new reader renders from the start again; the API key is charged for the most that any reader has rendered.
-        session.rendered_tokens = max(session.rendered_tokens, sum(choice.tokens for choice in old.choices))
+        session.rendered_tokens = max(session.rendered_tokens, old.completion_tokens)
         if session.expiry is not None:
             session.expiry.cancel()
         if session.drain_task is not None:

@@ -365,6 +365,18 @@ async def test_a_wrong_place_at_another_gateway_leaves_nothing_behind(open_site:
         assert read.done and read.texts[0] == ANSWER
 
 
+async def test_a_stream_that_was_claimed_with_a_wrong_place_expires_too(open_site: OpenSite, tmp_path: Path) -> None:
+    async with (
+        open_site(lambda request: [9] * 4000, step_s=STEP_S) as first,
+        open_site(lambda request: [9] * 4000, step_s=STEP_S, resume_s=0.3, instance="other") as second,
+    ):
+        read = Read()
+        await some(first, read, 3, "/v1/completions", {**PROMPT, "max_tokens": 200})
+        assert (await second.get(f"/v1/streams/{read.token}", headers={"Last-Event-ID": "99999"}))[0] == 400
+        await eventually(lambda: states(tmp_path) == [("gone", None)])
+        await eventually(second.nothing_left)
+
+
 async def test_a_disk_that_refuses_for_a_while_leaves_no_gap(
     open_site: OpenSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

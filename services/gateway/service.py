@@ -126,7 +126,7 @@ class Gateway:
         )
         if config.gateway.resume_s:
             self.generator.resumable = self._resumption
-        self._tokens = TokenApi(config.gateway, served, self.generator.bodies)
+        self._tokens = TokenApi(config.gateway, served, self.generator.bodies, self._owners)
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
         self._slow_readers = SlowReaders(

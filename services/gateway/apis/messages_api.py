@@ -23,7 +23,7 @@ from cohort.services.gateway.generation.generator import ApiRequest, Body, Gener
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_error, renamed
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import named
-from cohort.services.gateway.keys.middleware import REQUEST_ID_HEADER
+from cohort.services.gateway.keys.middleware import OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call, decode
 
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
@@ -62,7 +62,7 @@ class MessagesApi:
         try:
             async with generator.bodies.reading(request) as data:
                 call = await self._parse(data, {}, _count_decoder)
-                counted = CountedTokens(await generator.count(call))
+                counted = CountedTokens(await generator.count(call, request[OWNER]))
         except RequestError as error:
             raise renamed(error, NAMES) from error
         return web.Response(body=_encode(counted), content_type="application/json")

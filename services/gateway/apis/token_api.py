@@ -16,9 +16,12 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway.http.bodies import Message, Tool
 from cohort.services.gateway.http.request_bodies import RequestBodies, refuse_shape
+from cohort.services.gateway.keys.middleware import OWNER
+from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.parsing import check_model, decode, read_messages
 from cohort.services.gateway.requests.tools import as_prompted, prompted
+from cohort.services.gateway.text.text_budget import byte_length
 from cohort.services.gateway.text.tokenizer import PromptTooLong, Tokenizer
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
@@ -26,8 +29,8 @@ CONTEXTS = 4
 """Contexts of the model that one request may tokenise: enough to see how much too long a text is."""
 SLICE_TOKENS = 8192
 """Tokens that become JSON at a time: a millisecond in which no other thread runs."""
-# Of an answer, for one token: its id, and its text.
-_ID_BYTES, _PIECE_BYTES = 8, 24
+_ID_BYTES = 8
+"""Of a token that becomes text."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -67,8 +70,9 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenApi:
-    def __init__(self, config: GatewayConfig, served: Served, bodies: RequestBodies) -> None:
+    def __init__(self, config: GatewayConfig, served: Served, bodies: RequestBodies, owners: Owners) -> None:
         self._config = config
+        self._owners = owners
         self._card = served.card
         self._tokenizer = served.tokenizer
         self._tool_format = served.tool_format
@@ -86,17 +90,14 @@ class TokenApi:
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("One of prompt and messages is wanted.", param="prompt")
             try:
-                tokens = await (self._of_prompt(body) if body.prompt is not None else self._of_chat(body))
+                text = await self._text(body)
+                # In one piece of work: an answer must not wait behind, or be refused for, what came after its text.
+                work = partial(self._tokenized, body, text)
+                return _json(await self._tokenizer.texts.run(byte_length(text), work, self._owner(request)))
             except UnicodeEncodeError as error:
                 raise RequestError("The text contains an unpaired surrogate, which is no character.") from error
             except PromptTooLong as error:
                 raise self._too_many(str(error.param), f"at least {error.least}") from error
-        if len(tokens) > self._most:
-            raise self._too_many("messages" if body.prompt is None else "prompt", str(len(tokens)))
-        strings = bool(body.return_token_strs)
-        work = partial(tokenized_json, self._tokenizer, tokens, self._max_model_len(), strings=strings)
-        size = len(tokens) * (_ID_BYTES + _PIECE_BYTES * strings)
-        return _json(await self._tokenizer.texts.run(size, work))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         async with self._bodies.reading(request) as data:
@@ -110,7 +111,10 @@ class TokenApi:
         def work() -> bytes:
             return _encode(Detokenized(self._tokenizer.decode(tokens, skip_special=False)))
 
-        return _json(await self._tokenizer.texts.run(len(tokens) * _ID_BYTES, work))
+        return _json(await self._tokenizer.texts.run(len(tokens) * _ID_BYTES, work, self._owner(request)))
+
+    def _owner(self, request: web.Request) -> str:
+        return self._owners.queue_owner(request[OWNER])
 
     @property
     def _most(self) -> int:
@@ -123,12 +127,17 @@ class TokenApi:
             param=param,
         )
 
-    async def _of_prompt(self, body: TokenizeBody) -> list[int]:
-        special = body.add_special_tokens is not False
-        [tokens] = await self._tokenizer.encode_all([body.prompt or ""], special_tokens=special, limit=self._most)
-        return tokens
+    def _tokenized(self, body: TokenizeBody, text: str) -> bytes:
+        special = body.prompt is not None and body.add_special_tokens is not False  # a template writes its own
+        tokens = self._tokenizer.encode(text, special_tokens=special)
+        if len(tokens) > self._most:
+            raise self._too_many("messages" if body.prompt is None else "prompt", str(len(tokens)))
+        return tokenized_json(self._tokenizer, tokens, self._max_model_len(), strings=bool(body.return_token_strs))
 
-    async def _of_chat(self, body: TokenizeBody) -> list[int]:
+    async def _text(self, body: TokenizeBody) -> str:
+        if body.prompt is not None:
+            self._tokenizer.refuse_too_long(body.prompt, self._most, "prompt")
+            return body.prompt
         messages = read_messages(body.messages or [])
         variables = dict(body.chat_template_kwargs or {})
         tools = [as_prompted(tool) for tool in body.tools or []]
@@ -136,7 +145,7 @@ class TokenApi:
             messages = prompted(messages, tools)
         elif tools:
             variables["tools"] = tools
-        return await self._tokenizer.encode_chat(
+        return await self._tokenizer.render_soon(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=variables,

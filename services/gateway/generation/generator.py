@@ -190,9 +190,10 @@ class Generator:
             self._count_rejection(error)
             raise
 
-    async def count(self, call: Call) -> int:
+    async def count(self, call: Call, owner: str) -> int:
         """Count the tokens of a chat's prompt. Raises `RequestError` for more than `max_request_work` tokens."""
-        [tokens], _ = await self._tokenize(call, self.config.max_request_work)  # it counts units; a token is one
+        most = self.config.max_request_work  # it counts units; a token is one
+        [tokens], _ = await self._tokenize(call, most, self.owners.queue_owner(owner))
         return len(tokens)
 
     def release(self, answering: Answering, reason: str = "the client went away") -> None:
@@ -204,10 +205,10 @@ class Generator:
         """Tokenise a call and offer its requests; the caller must `release` the answer. Tokens go to `sink`, if
         given, in place of the answer's outlet. Raises `RequestError`."""
         self.budget.check(call)
-        clock, card = self.context.clock, self.served.card
+        clock, card, queue_owner = self.context.clock, self.served.card, self.owners.queue_owner(caller.owner)
         client_set_max_tokens, sampling = call.max_tokens is not None, call.sampling
         if call.grammar_spec is not None:
-            compiled = await self._grammars.compile(call.grammar_spec, self.owners.queue_owner(caller.owner))
+            compiled = await self._grammars.compile(call.grammar_spec, queue_owner)
             sampling = msgspec.structs.replace(sampling, grammar=compiled)
         priority = self.owners.priority(call.priority) + caller.priority_penalty
         call = dataclasses.replace(call, priority=priority, sampling=sampling)
@@ -215,7 +216,7 @@ class Generator:
             caller.arrived_s, trace=caller.trace, on_slo_result=caller.lease.on_slo_result if caller.lease else None
         )
         began_s = clock.now_s()
-        prompts, messages = await self._tokenize(call, self.served.max_model_len())
+        prompts, messages = await self._tokenize(call, self.served.max_model_len(), queue_owner)
         call = dataclasses.replace(call, messages=messages)
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
@@ -249,7 +250,7 @@ class Generator:
                     chat=call.chat,
                     text_bytes=body_bytes,
                     stop_strings=len(call.stop_strings),
-                    owner=self.owners.queue_owner(caller.owner),
+                    owner=queue_owner,
                     max_tokens_named=client_set_max_tokens,
                 ),
                 times,
@@ -324,14 +325,18 @@ class Generator:
         )
         return Choice(detokenizer, stops, min_tokens=call.min_tokens, logprobs=call.sampling.logprobs >= 0)
 
-    async def _tokenize(self, call: Call, limit: int) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    async def _tokenize(self, call: Call, limit: int, owner: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the tokens of each prompt, and a chat's messages without the turns that truncation drops."""
         try:
             if call.chat:
-                tokens, messages = await self._tokenize_chat(call, limit)
+                tokens, messages = await self._tokenize_chat(call, limit, owner)
                 return [tokens], messages
             texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
-            encoded = iter(await self._tokenizer.encode_all(texts, special_tokens=call.add_special_tokens, limit=limit))
+            encoded = iter(
+                await self._tokenizer.encode_all(
+                    texts, special_tokens=call.add_special_tokens, limit=limit, owner=owner
+                )
+            )
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
             return prompts, call.messages
         except UnicodeEncodeError as error:
@@ -340,10 +345,11 @@ class Generator:
                 param="messages" if call.chat else "prompt",
             ) from error
 
-    async def _tokenize_chat(self, call: Call, limit: int) -> tuple[list[int], list[dict[str, Any]]]:
+    async def _tokenize_chat(self, call: Call, limit: int, owner: str) -> tuple[list[int], list[dict[str, Any]]]:
         async def encode(messages: Sequence[dict[str, Any]]) -> list[int]:
             return await self._tokenizer.encode_chat(
                 messages,
+                owner=owner,
                 add_generation_prompt=call.add_generation_prompt,
                 variables=call.template_variables,
                 limit=limit,

@@ -114,15 +114,18 @@ class Tokenizer:
                 param=param,
             )
 
-    async def encode_all(self, texts: Sequence[str], *, special_tokens: bool, limit: int) -> list[list[int]]:
-        """Encode texts, off the event loop if they are long. Raises `RequestError` when one is hopelessly long."""
+    async def encode_all(
+        self, texts: Sequence[str], *, special_tokens: bool, limit: int, owner: str = ""
+    ) -> list[list[int]]:
+        """Encode texts, off the event loop if they are long; `owner` as in `TextBudget.run`. Raises `RequestError` when
+        one is hopelessly long."""
         for text in texts:
             self.refuse_too_long(text, limit, "prompt")
 
         def work() -> list[list[int]]:
             return [self.encode(text, special_tokens=special_tokens) for text in texts]
 
-        return await self.texts.run(sum(map(byte_length, texts)), work)
+        return await self.texts.run(sum(map(byte_length, texts)), work, owner)
 
     def warm(self) -> None:
         """Start what the first chat needs. Raises `ModelError` when the chat template cannot be compiled."""
@@ -140,20 +143,28 @@ class Tokenizer:
             raise RequestError("This model has no chat template; use /v1/completions.", param="messages")
         return self._chats
 
-    async def encode_chat(
+    async def render_soon(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         limit: int,
-    ) -> list[int]:
-        """Return the tokens of a rendered chat. The template writes the special tokens itself, so none are added."""
+    ) -> str:
+        """Return the rendered messages. Raises `RequestError`, also when they are hopelessly long."""
         text = await self._renderer().render_soon(
             messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
         self.refuse_too_long(text, limit, "messages")
-        return await self.texts.run(byte_length(text), partial(self.encode, text, special_tokens=False))
+        return text
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, owner: str = "", **rendering: Any
+    ) -> list[int]:
+        """Return the tokens of a chat, rendered as by `render_soon`. None are added: its template writes the special
+        tokens itself."""
+        text = await self.render_soon(messages, **rendering)
+        return await self.texts.run(byte_length(text), partial(self.encode, text, special_tokens=False), owner)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -11,6 +14,7 @@ from cohort.services.gateway.apis.responses_api_bodies import ResponsesBody
 from cohort.services.gateway.apis.token_api import SLICE_TOKENS, Tokenized, tokenized_json
 from cohort.services.gateway.front_page import DOCS_PATH
 from cohort.services.gateway.http.bodies import ChatBody, CompletionBody
+from cohort.services.gateway.text import text_budget
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.conftest import OpenSite
 from tests.services.gateway.tiny_model import CONTEXT
@@ -126,6 +130,25 @@ async def test_at_most_four_contexts_are_tokenised(open_site: OpenSite, monkeypa
         monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenised"))
         status, answer = await site.post("/tokenize", {"prompt": "word " * 100_000})
         assert status == 400 and "prompt has at least" in answer["error"]["message"]
+
+
+async def test_an_answer_is_made_with_its_text_however_many_wait(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One admission each: once its text is tokenised, an answer neither waits in line again nor is refused by it."""
+    monkeypatch.setattr(text_budget, "INLINE_BYTES", 0)
+    monkeypatch.setattr(text_budget, "THREAD_BYTES", 0)
+    monkeypatch.setattr(text_budget, "MOST_BYTES", 100)
+    monkeypatch.setattr(text_budget, "MOST_WAITING", 400)
+    async with open_site() as site:
+        budget = site.gateway.generator.served.tokenizer.texts
+        submitted: list[int] = []
+        threads = budget._threads
+        budget._threads = SimpleNamespace(submit=lambda work: (submitted.append(1), threads.submit(work))[1])
+        body = {"prompt": "x" * 100, "return_token_strs": True}
+        answers = await asyncio.gather(*(site.post("/tokenize", body) for _ in range(5)))
+        assert [status for status, _ in answers] == [200] * 5 and len(submitted) == 5
+        assert all(len(found["token_strs"]) == found["count"] for _, found in answers)
 
 
 @pytest.mark.parametrize("count", [0, 1, SLICE_TOKENS, 3 * SLICE_TOKENS + 1])

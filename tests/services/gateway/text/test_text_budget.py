@@ -1,4 +1,4 @@
-"""Text in work: never beyond the budget, nothing lost when its client leaves."""
+"""Text in work: never beyond the budget, in turn of the keys, nothing lost when its client leaves."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return trims
 
 
-def budget_with_threads() -> tuple[TextBudget, Threads]:
+def budget_with_threads(most_running: int = 1) -> tuple[TextBudget, Threads]:
     budget, threads = TextBudget(), Threads()
-    budget._threads = threads  # type: ignore[assignment]
+    budget._threads, budget._most_running = threads, most_running  # type: ignore[assignment]
     return budget, threads
 
 
@@ -60,7 +60,7 @@ async def settle() -> None:
 
 SIZES = st.sampled_from([THREAD_BYTES + 1, 1 << 20, 3 << 20, MOST_BYTES, 9 * MOST_BYTES])
 STEPS = st.one_of(
-    st.tuples(st.just("come"), SIZES),
+    st.tuples(st.sampled_from(["alice", "bob", "carol"]), SIZES),
     st.tuples(st.just("leave"), st.integers(0, 3)),
     st.tuples(st.just("begin"), st.just(0)),
     st.tuples(st.just("finish"), st.just(0)),
@@ -69,40 +69,45 @@ STEPS = st.one_of(
 
 
 @settings(max_examples=examples(10))
-@given(st.lists(STEPS, min_size=8, max_size=40))
-def test_bytes_in_work_stay_within_the_budget_whoever_leaves(steps: list[tuple[str, int]]) -> None:
+@given(st.lists(STEPS, min_size=8, max_size=40), st.integers(1, 3))
+def test_bytes_in_work_stay_within_the_budget_whoever_leaves(steps: list[tuple[str, int]], most: int) -> None:
     async def play() -> None:
-        budget, threads = budget_with_threads()
+        budget, threads = budget_with_threads(most)
         tasks: list[asyncio.Task[int]] = []
         sizes: dict[int, int] = {}
+        owners: dict[int, str] = {}
 
-        def come(size: int) -> None:
+        def come(owner: str, size: int) -> None:
             def work() -> int:
                 if number % 3 == 2:
                     raise ValueError(number)
                 return number
 
             number = len(tasks)
-            sizes[number] = min(size, MOST_BYTES)
-            tasks.append(asyncio.create_task(budget.run(size, work)))
+            sizes[number], owners[number] = min(size, MOST_BYTES), owner
+            tasks.append(asyncio.create_task(budget.run(size, work, owner)))
             work.number = number  # type: ignore[attr-defined]
 
         def check() -> None:
             begun = [work.number for _, work in threads.unfinished() if hasattr(work, "number")]  # not trims
-            assert budget.in_work == sum(sizes[number] for number in begun) <= MOST_BYTES
-            assert budget.waiting <= MOST_WAITING
+            assert budget.in_work == sum(sizes[number] for number in begun) <= MOST_BYTES and len(begun) <= most
             order = [work.number for _, work in threads.jobs if hasattr(work, "number")]
-            assert order == sorted(order)
             waiting = [n for n, task in enumerate(tasks) if not task.done() and n not in order]
-            assert budget.waiting == sum(sizes[number] for number in waiting)
-            assert not waiting or budget.in_work + sizes[waiting[0]] > MOST_BYTES  # nobody waits in vain
+            for owner in set(owners.values()):
+                own = [number for number in order if owners[number] == owner]
+                assert own == sorted(own)
+                bytes_of_owner = sum(sizes[number] for number in waiting if owners[number] == owner)
+                assert budget.waiting_of[owner] == bytes_of_owner <= MOST_WAITING
+            if waiting and len(begun) < most:  # nobody waits in vain
+                assert budget._head is not None
+                assert budget.in_work + budget._line[budget._head].size > MOST_BYTES
 
         for what, number in steps:
             line = len(budget._line)
             unfinished = [task for task in tasks if not task.done()]
             unfinished = unfinished[-line:] if line else unfinished
-            if what == "come":
-                come(number)
+            if what in ("alice", "bob", "carol"):
+                come(what, number)
             if what == "begin":
                 for job, _ in [each for each in threads.unfinished() if not each[0].running()][:1]:
                     job.set_running_or_notify_cancel()
@@ -118,7 +123,7 @@ def test_bytes_in_work_stay_within_the_budget_whoever_leaves(steps: list[tuple[s
             threads.finish_first()
             await settle()
             check()
-        assert (budget.in_work, budget.waiting) == (0, 0)
+        assert (budget.in_work, budget.waiting_of) == (0, {})
         for number, task in enumerate(tasks):
             error = None if task.cancelled() else task.exception()
             if not task.cancelled() and error is None:
@@ -126,6 +131,28 @@ def test_bytes_in_work_stay_within_the_budget_whoever_leaves(steps: list[tuple[s
             assert error is None or isinstance(error, ValueError) or getattr(error, "status", 0) == 429
 
     asyncio.run(play())
+
+
+async def test_a_key_waits_for_one_text_of_each_other_key(trims: list[int]) -> None:
+    budget, threads = budget_with_threads()
+    began: list[str] = []
+
+    async def come(owner: str, size: int, count: int = 1) -> None:
+        tasks.extend(asyncio.create_task(budget.run(size, lambda: began.append(owner), owner)) for _ in range(count))
+        await settle()
+
+    tasks: list[asyncio.Task[None]] = []
+    await come("alice", 1 << 20, 16)
+    await come("bob", 1 << 20, 2)
+    await come("carol", THREAD_BYTES + 1, 2)
+    with pytest.raises(RequestError, match="this client's"):
+        await budget.run(2 << 20, lambda: None, "alice")
+    assert budget.waiting_of["alice"] == 15 << 20
+    while threads.unfinished():
+        threads.finish_first()
+        await settle()
+    assert began[:6] == ["alice", "bob", "carol", "carol", "alice", "bob"]
+    await asyncio.gather(*tasks)
 
 
 async def test_beyond_the_line_a_text_is_refused(trims: list[int]) -> None:
@@ -150,10 +177,10 @@ async def test_a_thread_that_works_for_a_client_that_left_holds_its_bytes(trims:
     threads.jobs[0][0].set_running_or_notify_cancel()
     first.cancel()
     await settle()
-    assert first.cancelled() and budget.in_work == budget.waiting == MOST_BYTES
+    assert first.cancelled() and budget.in_work == budget.waiting_of[""] == MOST_BYTES
     threads.finish_first()
     await settle()
-    assert budget.waiting == 0 and len(threads.jobs) == 2  # the second's turn
+    assert not budget.waiting_of and len(threads.jobs) == 2  # the second's turn
     second.cancel()
     await settle()
     assert budget.in_work == 0  # it had not begun

@@ -329,10 +329,9 @@ class Answering:
         if finish is not None or stopped:
             rest = parser.finish()
             calls, content = whole_deltas(calls, rest.calls), content + rest.content
-        scores = [*self._unsent.pop(index, ()), *piece.scores]
-        if not (calls or content or finish or stopped):
-            self._unsent[index] = scores
-            scores = []
+        unsent = self._unsent.setdefault(index, [])
+        unsent += piece.scores
+        scores = self._unsent.pop(index) if calls or content or finish or stopped else []
         return Piece(content, scores, stopped, calls, called=parser.calls > 0)
 
     def unique_id(self) -> str:

@@ -59,6 +59,8 @@ class ToolParser:
         self._parallel = parallel
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
+        self._arguments: list[str] = []
+        """Pieces of the last call's arguments that no delta has yet."""
         self._white = ""
         self.calls = 0
         """Calls that have begun."""
@@ -88,6 +90,7 @@ class ToolParser:
             self.ended = True
 
     def _found(self) -> Found:
+        self._end_arguments()
         found = Found("".join(self._content), tuple(self._deltas))
         self._content, self._deltas = [], []
         return found
@@ -111,19 +114,19 @@ class ToolParser:
 
     def _hermes_call(self) -> Reading:
         marker, close = self._format.marker, self._format.close
-        raw = ""
+        raw: list[str] = []
         while (character := (yield)) != END:
-            raw += character
-            if character == "{" and len(raw) <= _HEAD_CHARACTERS and (head := _HEAD.fullmatch(raw)):
-                self._emit_call(_text(head[1]))
-                yield from self._arguments()
+            raw.append(character)
+            if character == "{" and (head := _head(raw)):
+                self._emit_call(_text(head))
+                yield from self._read_arguments()
                 yield from self._skip_past(close)
                 return
-            if character == ">" and raw.endswith(close):
-                if not self._whole_call(raw.removesuffix(close)):
-                    self._reject(marker + raw)
+            if character == ">" and "".join(raw[-len(close) :]) == close:
+                if not self._whole_call("".join(raw[: -len(close)])):
+                    self._reject(marker + "".join(raw))
                 return
-        self._reject(marker + raw)
+        self._reject(marker + "".join(raw))
 
     def _mistral_calls(self) -> Reading:
         marker, raw = self._format.marker, ""
@@ -139,7 +142,7 @@ class ToolParser:
                         self._reject(marker + raw)
                     return
                 self._emit_call(name[1])
-                yield from self._arguments()
+                yield from self._read_arguments()
                 return
             if len(raw) > _HEAD_CHARACTERS:
                 break
@@ -163,29 +166,36 @@ class ToolParser:
 
     def _llama(self) -> Reading:
         """Read calls at the beginning, or the whole answer as text."""
-        tag, lead = self._format.marker, ""
+        tag = self._format.marker
+        lead: list[str] = []  # white space included
+        begun = ""  # of the tag
         while (character := (yield)) != END:
             if character == "{":
                 text = yield from self._object(character)
                 if text:
-                    self._emit_text(lead + text)
+                    self._emit_text("".join(lead) + text)
                     yield from self._plain()
                     return
-                lead = ""
+                lead, begun = [], ""
                 if not self._parallel:
                     return
-            elif character.isspace() or (character == ";" and self.calls and not lead.strip()):
-                lead = "" if self.calls else lead + character
+            elif character.isspace() or (character == ";" and self.calls and not begun):
+                if self.calls:
+                    lead, begun = [], ""
+                else:
+                    lead.append(character)
+                    begun = begun and f"{tag} "  # which is no tag any more
             else:
-                lead += character
-                if lead.strip() == tag:
-                    lead = ""
-                elif not tag.startswith(lead.strip()):
-                    self._emit_text(lead)
+                lead.append(character)
+                begun += character
+                if begun == tag:
+                    lead, begun = [], ""
+                elif not tag.startswith(begun):
+                    self._emit_text("".join(lead))
                     yield from self._plain()
                     return
-        if lead.strip() or not self.calls:
-            self._emit_text(lead)
+        if begun or not self.calls:
+            self._emit_text("".join(lead))
 
     def _content_until(self, marker: str) -> Generator[None, str, bool]:
         """Read content; return whether the marker came. White space is held until it is known that no call follows."""
@@ -212,10 +222,10 @@ class ToolParser:
 
     def _object(self, start: str) -> Generator[None, str, str]:
         """Read a call that starts with `start`. Return "" if it is one (its arguments begin), else its text."""
-        raw, depth = start, start.count("{")
+        raw, depth = [*start], start.count("{")
         in_string = escaped = False
         while (character := (yield)) != END:
-            raw += character
+            raw.append(character)
             if in_string:
                 in_string = escaped or character != '"'
                 escaped = character == "\\" and not escaped
@@ -223,18 +233,19 @@ class ToolParser:
             in_string = character == '"'
             if character == "{":
                 depth += 1
-                if depth == 2 and len(raw) <= _HEAD_CHARACTERS and (head := _HEAD.fullmatch(raw)):
-                    self._emit_call(_text(head[1]))
-                    yield from self._arguments()
+                if depth == 2 and (head := _head(raw)):
+                    self._emit_call(_text(head))
+                    yield from self._read_arguments()
                     yield from self._skip_past("}")
                     return ""
             elif character == "}":
                 depth -= 1
                 if not depth:
-                    return "" if self._whole_call(raw) else raw
-        return raw
+                    text = "".join(raw)
+                    return "" if self._whole_call(text) else text
+        return "".join(raw)
 
-    def _arguments(self) -> Reading:
+    def _read_arguments(self) -> Reading:
         """Read to the brace that closes the one that was read."""
         self._emit_arguments("{")
         depth = 1
@@ -284,15 +295,27 @@ class ToolParser:
 
     def _emit_call(self, name: str) -> None:
         self._white = ""
+        self._end_arguments()
         self._deltas.append(CallDelta(self.calls, call_id(self._format, self._ids, self.calls), name))
         self.calls += 1
 
     def _emit_arguments(self, text: str) -> None:
-        last = self._deltas[-1] if self._deltas else None
-        if last is None:
-            self._deltas.append(CallDelta(self.calls - 1, arguments=text))
-        else:
-            last.arguments += text
+        self._arguments.append(text)
+
+    def _end_arguments(self) -> None:
+        """Move the arguments to the delta that announces their call, or to one of their own."""
+        if self._arguments:
+            if not self._deltas:
+                self._deltas.append(CallDelta(self.calls - 1))
+            assert not self._deltas[-1].arguments, "a call's arguments are joined once for each piece of text"
+            self._deltas[-1].arguments = "".join(self._arguments)
+            self._arguments.clear()
+
+
+def _head(raw: Sequence[str]) -> str:
+    """Return the name of a call whose arguments begin with the last character, in quotes; "" if none do, or late."""
+    head = _HEAD.fullmatch("".join(raw)) if len(raw) <= _HEAD_CHARACTERS else None
+    return "" if head is None else head[1]
 
 
 def _split(text: str, marker: str) -> tuple[str, str, str]:
@@ -317,13 +340,12 @@ def whole_deltas(first: Sequence[CallDelta], second: Sequence[CallDelta]) -> Seq
 
 def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
     """Merge the deltas of a finished answer."""
-    calls: list[CallDelta] = []
+    calls: list[tuple[CallDelta, list[str]]] = []
     for delta in deltas:
         if delta.index == len(calls):
-            calls.append(CallDelta(delta.index, delta.id, delta.name, delta.arguments))
-        else:
-            calls[delta.index].arguments += delta.arguments
-    return calls
+            calls.append((delta, []))
+        calls[delta.index][1].append(delta.arguments)
+    return [CallDelta(call.index, call.id, call.name, "".join(arguments)) for call, arguments in calls]
 
 
 def call_id(format_: ToolFormat, ids: str, number: int) -> str:

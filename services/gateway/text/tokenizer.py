@@ -344,6 +344,8 @@ class _WindowDetokenizer:
         before = self._tokenizer.decode(self._window[: self._sent], skip_special=self._skip_special)
         after = self._tokenizer.decode(self._window, skip_special=self._skip_special)
         held = len(self._window) - self._sent
+        if len(after) <= len(before) and held >= MAX_HELD_TOKENS:
+            del self._window[self._sent :]  # special tokens that are skipped, say: they may come for ever
         if len(after) <= len(before) or (after.endswith(REPLACEMENT) and not final and held < MAX_HELD_TOKENS):
             return ""
         piece = after[len(before) :]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import pytest
 from cohort.common.config import GatewayConfig
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.step.sampler import sample
-from cohort.common.errors import RequestError
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sampling_inputs import LogitBias, SamplingInputs
@@ -30,8 +28,8 @@ from cohort.services.gateway.generation.choice import StopAutomaton
 from cohort.services.gateway.generation.preparation import RequestBudget
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.requests import parsing
-from cohort.services.gateway.requests.model_card import ModelCard, Served
-from cohort.services.gateway.requests.parsing import RequestParser, parse_completion
+from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.parsing import parse_completion
 from tests.counting import lines_run
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
@@ -194,16 +192,19 @@ def test_a_price_is_counts_alone() -> None:
     assert lines(large, 8000) <= lines(small, 1) + 10
 
 
-async def test_a_hopeless_body_is_refused_by_its_length() -> None:
-    def reader(longest_token: int) -> RequestParser:
-        tokenizer: Any = SimpleNamespace(longest_token=longest_token)
-        return RequestParser(LIMITS, Served(CARD, tokenizer, None, lambda: 2048))
-
-    fits = 2048 * 16 * 6 + (1 << 20)
-    assert await reader(16).read(bytes(fits), len, chat=True) == fits
-    with pytest.raises(RequestError, match=f"{fits + 1} bytes.*2048 tokens.*{fits} bytes at most"):
-        await reader(16).read(bytes(fits + 1), len, chat=True)
-    assert await reader(0).read(bytes(fits + 1), len, chat=True) > fits  # no token has a longest form
+async def test_bytes_that_are_no_tokens_of_the_prompt_are_taken(open_site: OpenSite) -> None:
+    """White space of JSON, and turns that truncation drops: only a text that is tokenised may be too long for it."""
+    turn = {"role": "user", "content": "quick brown fox " * 100}
+    async with open_site() as site:
+        chat = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}) + " " * (3 << 20)
+        headers = {"Content-Type": "application/json"}
+        async with site.session.post(site.url + "/v1/chat/completions", data=chat, headers=headers) as response:
+            assert response.status == 200, await response.text()
+        turns = {"input": [turn] * 1200 + [{"role": "user", "content": "Hi"}], "max_output_tokens": 2}
+        status, answer = await site.post("/v1/responses", {**turns, "truncation": "auto", "store": False})
+        assert status == 200, answer
+        status, answer = await site.post("/v1/responses", {**turns, "store": False})
+        assert status == 400 and "maximum context length" in answer["error"]["message"]
 
 
 # -- built once ----------------------------------------------------------------------------------------------------

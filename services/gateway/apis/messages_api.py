@@ -74,7 +74,7 @@ class MessagesApi:
             refuse_shape(data, parser.config, chat=True)
             return parser.chat_call(chat_of(decode(decoder, data)), headers)
 
-        return await parser.read(data, read, chat=True)
+        return await parser.read(data, read)
 
     async def read(self, body: Body, headers: Mapping[str, str]) -> ApiRequest:
         return _MessagesRequest(await self._parse(body.data, headers, _decoder))

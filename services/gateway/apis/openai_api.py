@@ -75,7 +75,7 @@ class _Chunks:
 
     async def read(self, body: Body, headers: Mapping[str, str]) -> ApiRequest:
         parse = self._parser.chat if self.chat else self._parser.completion
-        return _CompletionRequest(await self._parser.read(body.data, lambda data: parse(data, headers), chat=self.chat))
+        return _CompletionRequest(await self._parser.read(body.data, lambda data: parse(data, headers)))
 
 
 class _CompletionRequest(ApiRequest):

@@ -155,7 +155,7 @@ class ResponsesApi:
 
         if sent.parse_context:
             return await asyncio.to_thread(again)
-        body, own = await parser.read(data, read, chat=True)
+        body, own = await parser.read(data, read)
         if body.store and not self.archive.enabled:
             raise RequestError("store: this server keeps no responses (responses.storage_bytes is 0).", param="store")
         before: list[InputItem] = []
@@ -168,7 +168,7 @@ class ResponsesApi:
                 self._refuse_too_long(items)
             return self._call(body, items, headers)
 
-        made = await (asyncio.to_thread(call) if before else parser.read(data, call, chat=True))
+        made = await (asyncio.to_thread(call) if before else parser.read(data, call))
         return _ResponsesRequest(made, api=self, owner=owner, body=body, items=items)
 
     def _refuse_too_long(self, items: list[InputItem]) -> None:

@@ -46,10 +46,6 @@ COMPLETION_MAX_TOKENS = 16
 GREEDY_BELOW = 1e-5
 # A few milliseconds of parsing at most; a thread parses longer bodies.
 PARSE_AT_ONCE_BYTES = 65_536
-# JSON's longest spelling of one byte of text: backslash, u and four digits.
-_BYTES_PER_CHARACTER = 6
-# Of a body, beside its prompts.
-_OTHER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +122,8 @@ class RequestParser:
         self.config = config
         self.served = served
 
-    async def read(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
-        """Parse a body, in a thread if it is long. Raises `RequestError`, also for prompts that can never fit."""
-        self._refuse_hopeless(len(data), chat=chat)
+    async def read(self, data: bytes, parse: Callable[[bytes], T]) -> T:
+        """Parse a body, in a thread if it is long. Raises `RequestError`."""
         if len(data) <= PARSE_AT_ONCE_BYTES:
             return parse(data)
         return await asyncio.to_thread(parse, data)
@@ -142,21 +137,6 @@ class RequestParser:
     def chat_call(self, body: ChatBody, headers: Mapping[str, str]) -> Call:
         """Parse a chat that was converted from another API's body."""
         return chat_call(body, headers, self.config, self.served.card, self.served.tool_format)
-
-    def _refuse_hopeless(self, body_bytes: int, *, chat: bool) -> None:
-        longest, max_model_len = self.served.tokenizer.longest_token, self.served.max_model_len()
-        tokens = max_model_len if chat else max(max_model_len, self.config.max_request_work)
-        most = tokens * longest * _BYTES_PER_CHARACTER + _OTHER_BYTES
-        if longest and body_bytes > most:
-            limit = (
-                f"this model's maximum context length is {max_model_len} tokens"
-                if chat
-                else f"the prompts of one request may have {tokens} tokens (gateway.max_request_work)"
-            )
-            raise RequestError(
-                f"The body has {body_bytes} bytes, but {limit}: {most} bytes at most.",
-                param="messages" if chat else "prompt",
-            )
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:

@@ -79,11 +79,6 @@ class Tokenizer:
         self._chats = ChatRenderer(source, named, limits) if source else None
 
     @property
-    def longest_token(self) -> int:
-        """Bytes of the longest token; 0 where the length of a text does not bound its tokens."""
-        return 0 if self._only_ascii or not self._kinds else self._kinds[0].longest
-
-    @property
     def has_chat_template(self) -> bool:
         return self._chats is not None
 
@@ -381,6 +376,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_LETTERS = frozenset(byte for byte in range(128) if chr(byte).isalnum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,21 +398,15 @@ class _Kind:
 def _kinds(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> tuple[_Kind, ...]:
     """Return the kinds of bytes whose number bounds the tokens: all, and those of words, as the longest tokens are
     rows of spaces and dashes. None where bytes may vanish, or many become one token."""
-    model, added = state["model"], backend.get_added_tokens_decoder().values()
-    steps = [state.get("pre_tokenizer") or {}]
-    steps = steps[0].get("pretokenizers", steps)
-    kept = all(
-        step.get("type") in ("ByteLevel", "Digits") or (step.get("type") == "Split" and step["behavior"] != "Removed")
-        for step in steps
-    )
-    if (
-        (state.get("normalizer") and not _composes(state))
-        or not (kept and any(step.get("type") == "ByteLevel" for step in steps))
-        or (model.get("type"), (state.get("decoder") or {}).get("type")) != ("BPE", "ByteLevel")
-        or any(token.lstrip or token.rstrip for token in added)  # they swallow spaces
-    ):
+    added, pieces = backend.get_added_tokens_decoder().values(), backend.get_vocab()
+    if state["model"].get("type") != "BPE" or any(token.lstrip or token.rstrip for token in added):  # swallow spaces
         return ()
-    pieces = backend.get_vocab()
+    if _falls_back(state, pieces):
+        tokens = [piece.encode() for piece in pieces]  # with three bytes for ▁, which a text may have itself
+        found = (_Kind.of(frozenset(range(256)), tokens), _Kind.of(_LETTERS, tokens))
+        return tuple(kind for kind in found if kind.longest)
+    if not _keeps_bytes(state):
+        return ()
     known = frozenset(byte for piece, byte in _BYTE_OF.items() if piece in pieces)  # others are left out, or fused
     plain = {token.content for token in added}
     tokens = [
@@ -426,6 +416,38 @@ def _kinds(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> tuple[_Ki
     words = frozenset(byte for byte in known if byte >= 128 or chr(byte).isalnum())
     found = (_Kind.of(known, tokens), _Kind.of(words, tokens))
     return tuple(kind for kind in found if kind.longest)
+
+
+def _steps(part: Mapping[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    return list(part.get(name, [part])) if part else []
+
+
+def _keeps(step: Mapping[str, Any], *types: str) -> bool:
+    return step["type"] in types or (step["type"] == "Split" and step["behavior"] != "Removed")
+
+
+def _keeps_bytes(state: Mapping[str, Any]) -> bool:
+    """Return whether the tokens are bytes (GPT-2 style), and none is lost before."""
+    steps = _steps(state.get("pre_tokenizer"), "pretokenizers")
+    return (
+        (not state.get("normalizer") or _composes(state))
+        and all(_keeps(step, "ByteLevel", "Digits") for step in steps)
+        and any(step["type"] == "ByteLevel" for step in steps)
+        and (state.get("decoder") or {}).get("type") == "ByteLevel"
+    )
+
+
+def _falls_back(state: Mapping[str, Any], pieces: Mapping[str, int]) -> bool:
+    """Return whether what is in no piece becomes bytes (SentencePiece style), and nothing is changed but spaces."""
+    return (
+        bool(state["model"].get("byte_fallback"))
+        and all(f"<0x{byte:02X}>" in pieces for byte in range(256))
+        and all(_keeps(step, "Metaspace") for step in _steps(state.get("pre_tokenizer"), "pretokenizers"))
+        and all(
+            step["type"] == "Prepend" or (step["type"], step.get("pattern")) == ("Replace", {"String": " "})
+            for step in _steps(state.get("normalizer"), "normalizers")
+        )
+    )
 
 
 def _composes(state: Mapping[str, Any]) -> bool:

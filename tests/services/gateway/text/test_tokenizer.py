@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from cohort.common.errors import ModelError, RequestError
-from cohort.services.gateway.text.tokenizer import Tokenizer
+from cohort.services.gateway.text.tokenizer import PromptTooLong, Tokenizer
 from tests.services.gateway import tiny_model
 
 CHATS: list[list[dict[str, Any]]] = [
@@ -209,7 +209,7 @@ async def test_a_text_far_too_long_is_refused_before_it_is_encoded(
 # Runs that are one token, words, control characters that the real model's tokenizer drops, and its own special tokens.
 _RUNS = st.tuples(
     st.sampled_from(
-        [" ", "=", "-", "#", "\n", "a", "ManagementPlaneProtection", "\x04", "─", "東京", "<|im_end|>", "é"]
+        [" ", "=", "-", "#", "\n", "a", "ManagementPlaneProtection", "\x04", "─", "東京", "<|im_end|>", "é", "▁", "<b>"]
     ),
     st.integers(1, 100),
 ).map(lambda run: run[0] * run[1])
@@ -217,13 +217,42 @@ _TEXTS = st.lists(_RUNS | st.text(max_size=20), max_size=8).map("".join)
 
 
 @given(_TEXTS)
-def test_a_text_that_may_fit_is_never_refused(
-    tokenizer: Tokenizer, real_pair: tuple[Tokenizer, Any], composing: Tokenizer, text: str
-) -> None:
-    for each in (tokenizer, real_pair[0], composing):
+def test_a_text_that_may_fit_is_never_refused(bounding: list[Tokenizer], composing: Tokenizer, text: str) -> None:
+    for each in (*bounding, composing):
         tokens = len(each.encode(text, special_tokens=False))
         assert each.least_tokens(text) <= tokens
         each.refuse_too_long(text, tokens, "prompt")
+
+
+@given(_TEXTS, st.integers(1, 50))
+def test_a_text_with_more_bytes_than_the_longest_tokens_have_is_refused(
+    bounding: list[Tokenizer], text: str, limit: int
+) -> None:
+    text = text.replace("\x04", "")  # of which the real model has no token
+    for each in bounding:
+        pieces = filter(None, map(each.piece, range(each.vocab_size)))
+        longest = max(len(piece.encode()) for piece in pieces)  # at least as many as it stands for
+        if len(text.encode()) > limit * longest:
+            with pytest.raises(PromptTooLong, match=f"{limit} tokens"):
+                each.refuse_too_long(text, limit, "prompt")
+
+
+@pytest.fixture(scope="module")
+def bounding(
+    tokenizer: Tokenizer, real_pair: tuple[Tokenizer, Any], tmp_path_factory: pytest.TempPathFactory
+) -> list[Tokenizer]:
+    """Byte-level ones, and those with a fallback to bytes as Llama 2, Mistral and Gemma have them."""
+    llama, mistral, gemma = (tiny_model.byte_fallback() for _ in range(3))
+    mistral.normalizer = None
+    mistral.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    gemma.normalizer = normalizers.Replace(" ", "▁")
+    gemma.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    gemma.add_tokens(["▁▁▁▁▁▁▁▁", "<b>"])
+    found = [tokenizer, real_pair[0]]
+    for backend in (llama, mistral, gemma):
+        folder = tmp_path_factory.mktemp("fallback") / "m"
+        found.append(Tokenizer(tiny_model.write_model(folder, backend, template=None, tokenizer_config={})))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +265,18 @@ def composing(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_words_count_by_their_letters(real_pair: tuple[Tokenizer, Any], composing: Tokenizer) -> None:
     """The real model's longest token is a row of 81 spaces, its longest word has 25 bytes."""
     real, _ = real_pair
-    assert real.longest_token == 81
     assert real.least_tokens("=" * 8100) == 100 and real.least_tokens("abcd " * 8100) == 1296
     assert real.least_tokens("\x04" * 8100) == 0 and not real.encode("\x04" * 8100, special_tokens=False)
     assert composing.least_tokens("abcd " * 8100) > 0 == composing.least_tokens("abcd " * 8100 + "é")
+
+
+@pytest.mark.parametrize("lost", [{"normalizer": normalizers.Strip()}, {"pre_tokenizer": pre_tokenizers.Whitespace()}])
+def test_a_fallback_that_drops_text_bounds_nothing(tmp_path: Path, lost: dict[str, Any]) -> None:
+    backend = tiny_model.byte_fallback()
+    for name, value in lost.items():
+        setattr(backend, name, value)
+    folder = tiny_model.write_model(tmp_path / "m", backend, template=None, tokenizer_config={})
+    assert Tokenizer(folder).least_tokens("a" * 10_000) == 0
 
 
 @pytest.mark.parametrize(
@@ -256,20 +293,22 @@ def test_a_tokenizer_that_drops_text_bounds_nothing(tmp_path: Path, change: dict
     for name, value in change.items():
         setattr(backend, name, value)
     ours = Tokenizer(tiny_model.write_model(tmp_path / "m", backend))
-    assert (ours.least_tokens("a" * 10_000), ours.longest_token) == (0, 0)
+    assert ours.least_tokens("a" * 10_000) == 0
 
 
 async def test_long_texts_of_any_route_are_within_the_budget(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
+    sizes: list[tuple[str, int]] = []
     run = tokenizer.texts.run
-    monkeypatch.setattr(tokenizer.texts, "run", lambda size, work: (sizes.append(size), run(size, work))[1])
+    monkeypatch.setattr(
+        tokenizer.texts, "run", lambda size, work, owner: (sizes.append((owner, size)), run(size, work, owner))[1]
+    )
     text = "é " * 30_000
-    await tokenizer.encode_all([text, "é"], special_tokens=True, limit=10**6)
+    await tokenizer.encode_all([text, "é"], special_tokens=True, limit=10**6, owner="alice")
     chat = [{"role": "user", "content": text}]
-    await tokenizer.encode_chat(chat, add_generation_prompt=False, variables={}, limit=10**6)
-    assert sizes[0] == 90_002 and sizes[1] > 90_000
+    await tokenizer.encode_chat(chat, add_generation_prompt=False, variables={}, limit=10**6, owner="bob")
+    assert sizes[0] == ("alice", 90_002) and sizes[1] > ("bob", 90_000)
 
 
 def test_the_gateway_imports_no_torch_and_no_transformers(model_dir: Path) -> None:

@@ -37,6 +37,8 @@ class Journal:
         self._changed: dict[str, ResumeLog] = {}
         self._unstored: dict[str, list[Delta]] = {}
         """Deltas that clients have seen although the disk refused them; they are written before anything later."""
+        self._retry_at: dict[str, int] = {}
+        """Number of those with which they are tried again, a quarter more: each is encoded a few times alone."""
         self._writing: asyncio.Task[None] | None = None
         self._failing = False
 
@@ -65,17 +67,24 @@ class Journal:
             while self._changed:
                 changed, self._changed = self._changed, {}
                 writes = [(digest, resume_log, resume_log.take_unwritten()) for digest, resume_log in changed.items()]
-                rows = [(digest, encoded([*self._unstored.get(digest, ()), *deltas])) for digest, _, deltas in writes]
+                tried: dict[str, list[Delta]] = {}
+                for digest, _, deltas in writes:
+                    unstored = self._unstored.pop(digest, [])
+                    unstored += deltas
+                    due = len(unstored) >= self._retry_at.get(digest, 0)
+                    (tried if due else self._unstored)[digest] = unstored
+                rows = [(digest, encoded(deltas)) for digest, deltas in tried.items()]
                 lost: dict[str, bool] = {}
                 try:
-                    lost = await self.run(lambda store, rows=rows: store.append(self._holder_id, rows))  # type: ignore[misc]
-                    self._failing = False
-                    for digest, _, _ in writes:
-                        self._unstored.pop(digest, None)
+                    if rows:
+                        lost = await self.run(lambda store, rows=rows: store.append(self._holder_id, rows))  # type: ignore[misc]
+                        self._failing = False
+                        for digest in tried:
+                            self._retry_at.pop(digest, None)
                 except DISK_ERRORS as error:
                     self.log_failure(error)
-                    for digest, _, deltas in writes:
-                        self._unstored.setdefault(digest, []).extend(deltas)
+                    self._unstored |= tried
+                    self._retry_at |= {digest: len(deltas) + len(deltas) // 4 for digest, deltas in tried.items()}
                 for digest, resume_log, deltas in writes:
                     if digest in lost:
                         self._on_lost(digest, lost[digest])
@@ -86,6 +95,7 @@ class Journal:
 
     async def flush(self, digest: str) -> None:
         """Write the stream's deltas that the disk refused before. Raises `DISK_ERRORS`."""
+        self._retry_at.pop(digest, None)
         deltas = self._unstored.pop(digest, None)
         if deltas is not None:
             rows = [(digest, encoded(deltas))]

@@ -33,8 +33,7 @@ INLINE_BYTES = 4096
 THREAD_BYTES = 64 << 10
 MOST_BYTES = 4 << 20
 """Text whose encoding takes up to 600 MB of memory. A longer one is in work alone."""
-MOST_WAITING = 4 * MOST_BYTES
-"""Of one key."""
+MOST_WAITING = 4 * MOST_BYTES  # of one key
 RETRY_S = 5.0
 """Time in which about `MOST_BYTES` are tokenised."""
 TRIM_BYTES = 1 << 20

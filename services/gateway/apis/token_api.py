@@ -29,8 +29,7 @@ CONTEXTS = 4
 """Contexts of the model that one request may tokenise: enough to see how much too long a text is."""
 SLICE_TOKENS = 8192
 """Tokens that become JSON at a time: a millisecond in which no other thread runs."""
-_ID_BYTES = 8
-"""Of a token that becomes text."""
+_ID_BYTES = 8  # of a token that becomes text
 _encode = msgspec.json.Encoder().encode
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
@@ -217,6 +217,8 @@ _TEXTS = st.lists(_RUNS | st.text(max_size=20), max_size=8).map("".join)
 
 
 @given(_TEXTS)
+@example("▁" * 80)
+@example(" " * 160 + "\x04" * 160)
 def test_a_text_that_may_fit_is_never_refused(bounding: list[Tokenizer], composing: Tokenizer, text: str) -> None:
     for each in (*bounding, composing):
         tokens = len(each.encode(text, special_tokens=False))

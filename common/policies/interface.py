@@ -383,15 +383,13 @@ class IterationPlan(msgspec.Struct):
     """Flag: the engine is to report what it expects behind these rows, at a price: drafts may be worth it."""
     drafted: int = 0
     """Positions of drafted tokens that were computed beside the rows' own, in a plan that has run."""
+    has_grammars: bool = False
+    """Flag of a plan that starts: a row is bound to a grammar, whose masks, which any request can make costly, are part
+    of the time. The machine sets it, once a step."""
 
     @property
     def tokens(self) -> int:
         return sum(row.count for row in self.rows)
-
-    @property
-    def has_grammars(self) -> bool:
-        """Whether a row is bound to a grammar: its masks, which any request can make costly, are part of the time."""
-        return any([row.sequence.has_grammar for row in self.rows])
 
 
 class Ran(msgspec.Struct, frozen=True):

@@ -102,6 +102,8 @@ class WorkerMachine:
         self._handovers = Handovers(state, scheduler, self.pool, self.sender, self.adapters, self._fail)
         self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
         self._held = state.held
+        self._bound = 0
+        """Sequences here whose answer is bound to a grammar: without any, no step's rows are searched for them."""
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
         self._scoring = ScoringTurns(state.holds)
@@ -193,6 +195,9 @@ class WorkerMachine:
         self.receiver.check()
         self.pool.check()
         self.adapters.check()
+        bound = sum(held.sequence.has_grammar for held in self._held.values())
+        if bound != self._bound:
+            raise InvariantViolated(f"{bound} sequences with grammars, counted {self._bound}")
 
     def _received(self, now_s: float, sender: InstanceId, message: ToWorker) -> None:
         if not may_send(sender, message, managers=self._reports.managers):
@@ -282,6 +287,7 @@ class WorkerMachine:
             return
         assert settling or not self.kv.held(key), f"{key} starts here and has {self.kv.held(key)} blocks"
         self._held[key] = held
+        self._bound += sequence.has_grammar
         if message.index > 0:
             sequence.phase = Phase.AWAITING_KV
             self.receiver.headroom_changed(now_s)
@@ -316,6 +322,7 @@ class WorkerMachine:
         assert sequence.phase is Phase.LEAVING, f"{sequence.key} has left and is {sequence.phase}"
         self._report_ended(sequence, Outcome.HANDED_OVER)
         del self._held[sequence.key]
+        self._bound -= sequence.has_grammar
 
     def _plan(self, now_s: float) -> None:
         """Start the next iteration, if anything can run. Its rows' blocks are reserved until it has ended."""
@@ -344,7 +351,7 @@ class WorkerMachine:
                     self.sender.offer(now_s, sequence, following, sequence.end)
         self.drafts.allot(plan)
         self.state.in_flight = plan
-        self._effects.append(StartStep(plan))
+        self._begin(plan)
 
     def _plan_ahead(self, now_s: float, expected: list[Attempt]) -> None:
         """Queue the next iteration after the one in flight, if it is certain which rows it has."""
@@ -354,7 +361,11 @@ class WorkerMachine:
             assert_plan(plan, self.state, following=self.state.in_flight)
             self.state.moved_s, self.state.ahead = now_s, plan
             self.drafts.watch(plan)
-            self._effects.append(StartStep(plan, ahead=True))
+            self._begin(plan, ahead=True)
+
+    def _begin(self, plan: IterationPlan, *, ahead: bool = False) -> None:
+        plan.has_grammars = self._bound > 0 and any([row.sequence.has_grammar for row in plan.rows])
+        self._effects.append(StartStep(plan, ahead))
 
     def _decide(self, now_s: float) -> IterationPlan:
         counts_arriving = self.scheduler.wants_arriving
@@ -495,6 +506,7 @@ class WorkerMachine:
         key = sequence.key
         self.scheduler.remove(now_s, sequence)
         del self._held[key]
+        self._bound -= sequence.has_grammar
         self.pool.bound(key)
         being_read = self.sender.drop(key, why)
         being_written = self.receiver.drop(key, why)

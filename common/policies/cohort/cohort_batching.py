@@ -134,9 +134,10 @@ class CohortBatching(IterationScheduler):
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._arriving = news.arriving
         for ran in news.runs:
-            if self._waits:
+            paced = not ran.plan.has_grammars  # what masks take is up to their requests
+            if self._waits and paced:
                 self._token_pace.note(ran.latency_s, sum(row.count for row in ran.plan.rows if row.count > 1))
-            if self._rowless:
+            if self._rowless and paced:
                 self._row_pace.note(ran.latency_s, self._ended)
             self._ended = 0
             self._learn(ran, kv)
@@ -209,11 +210,12 @@ class CohortBatching(IterationScheduler):
 
     def _search_chunk(self, ran: Ran) -> None:
         """Double the prompts' share, while there is no curve, below half the aim; halve it when an iteration exceeds
-        that."""
+        that, unless the masks of grammars may be why. They cannot be why one is short: where all answers are bound, the
+        share grows still."""
         prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
         if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
-        elif prefill and ran.latency_s > self._aim_s:
+        elif prefill and ran.latency_s > self._aim_s and not ran.plan.has_grammars:
             self._cold_chunk = max(self._least_prefill, prefill // 2)
 
     def _add_decodes(self, now_s: float, builder: BatchBuilder, first: Sequence | None) -> list[Sequence]:

@@ -10,6 +10,7 @@ from cohort.common.config import load_config
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import Received, Sampled, StepEnded
 from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.step_times.learned_times import LearnedTimes
@@ -18,7 +19,8 @@ from tests.common.machines.small_worker import BLOCKS, GEOMETRY, machine, setup,
 
 
 def of(iteration: str) -> WorkerMachine:
-    config = load_config(preset="unified", overrides={"policies": {"iteration": iteration}})
+    engine = {"max_rows": 16, "max_step_tokens": 64, "prefill_chunk": 64}  # those of `setup`
+    config = load_config(preset="unified", overrides={"policies": {"iteration": iteration}, "engine": engine})
     kv = PagedAllocator(GEOMETRY, BLOCKS, 0, prefix_caching=False)
     return WorkerMachine(setup(Role.UNIFIED), compose.iteration(config), kv, Random(0))
 
@@ -62,14 +64,17 @@ def run_one(worker: WorkerMachine, name: str, tokens: int, *, slower: float = 1.
         effects = worker.handle(0.0, StepEnded(sampled, slower * 0.001 * (1 + plan.tokens)))
 
 
+def bound(name: str, max_tokens: int) -> StartSegment:
+    plain = whole(name, max_tokens)
+    sampling = msgspec.structs.replace(plain.request.sampling, grammar="any")
+    return msgspec.structs.replace(plain, request=msgspec.structs.replace(plain.request, sampling=sampling))
+
+
 def test_steps_with_grammars_teach_nothing() -> None:
     """What their masks take is up to a request, and would steer all others."""
-    said = whole("slow", max_tokens=4)
-    sampling = msgspec.structs.replace(said.request.sampling, grammar="any")
-    bound = msgspec.structs.replace(said, request=msgspec.structs.replace(said.request, sampling=sampling))
     for iteration in compose.ITERATIONS:
         worker, plain = of(iteration), whole("plain", max_tokens=4)
-        effects = worker.handle(0.0, Received("manager", bound))
+        effects = worker.handle(0.0, Received("manager", bound("slow", max_tokens=4)))
         while plans := [effect.plan for effect in effects if isinstance(effect, StartStep)]:
             rows = [row for row in plans[0].rows if row.start + row.count == row.sequence.known]
             effects = worker.handle(0.0, StepEnded([Sampled(row.sequence.key, 7) for row in rows], 30.0))
@@ -78,3 +83,27 @@ def test_steps_with_grammars_teach_nothing() -> None:
         worker.handle(0.0, Received("manager", plain))
         worker.handle(0.0, StepEnded([Sampled(plain.request.attempt, 7)], 0.1))
         assert worker.state.averages.step_s == 0.1
+
+
+def counts(iteration: str, masks_s: float) -> list[list[tuple[str, int, int]]]:
+    """Rows of all steps of prompts beside an answer whose masks take so long, on a machine that nothing is known of."""
+    worker, steps = of(iteration), list[list[tuple[str, int, int]]]()
+    worker.handle(0.0, Received("manager", bound("bound", max_tokens=30)))
+    for number, tokens in enumerate((60, 50, 40)):
+        plain = whole(f"p{number}", max_tokens=2)
+        request = msgspec.structs.replace(plain.request, tokens=[5] * tokens, prompt_tokens=tokens)
+        worker.handle(0.0, Received("manager", msgspec.structs.replace(plain, request=request)))
+    plan = worker.plan_in_flight
+    while plan is not None:
+        steps.append([(row.sequence.request_id, row.start, row.count) for row in plan.rows])
+        assert plan.has_grammars == any(name == "bound" for name, _, _ in steps[-1])
+        sampled = [Sampled(row.sequence.key, 7) for row in plan.rows if row.start + row.count == row.sequence.known]
+        effects = worker.handle(0.0, StepEnded(sampled, 0.15 + masks_s * plan.has_grammars))
+        worker.check()
+        plan = next((effect.plan for effect in effects if isinstance(effect, StartStep)), None)
+    return steps
+
+
+def test_what_masks_take_changes_no_decision() -> None:
+    for iteration in compose.ITERATIONS:
+        assert counts(iteration, 30.0) == counts(iteration, 0.0), iteration

@@ -405,6 +405,17 @@ def test_the_pace_of_prompts_is_told_by_iterations_behind_which_one_waited() -> 
     assert policy._token_pace.each_s == pytest.approx((0.9 * 0.05 + 0.1) / (0.9 * 99 + 99), rel=0.05)
 
 
+def test_steps_with_grammars_have_no_pace() -> None:
+    policy, kv = scheduler(tokens=100, rows_=1), cache(400)
+    policy.add(0.0, promised("p", 300, ttft_s=9.0))
+    policy.add(0.0, promised("rowless", 300, ttft_s=9.0))
+    for latency_s in (0.05, 30.0, 0.05):
+        step(policy, kv, latency_s=latency_s).has_grammars = latency_s > 1.0
+    decide(policy, kv, 0.0)
+    assert policy._token_pace.each_s == pytest.approx(0.0005)
+    assert policy._row_pace._seconds <= 0.1
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.integers(1, 40),

@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 import structlog
 
 from cohort.common.engine.step.batch import Int32Array, SamplingRow
+from cohort.common.engine.step.mask_turns import Mask, MaskTurns
 from cohort.common.errors import ModelError
 from cohort.common.grammar import MASK_S, MASKS, GrammarError, GrammarTokens, Matcher
 from cohort.common.sampling_inputs import GrammarInputs
@@ -80,11 +82,18 @@ class _Answer:
 
     compiled: Future[_Compiled]
     matcher: Matcher | None = None
-    mask: Future[tuple[Int32Array, float]] | None = None
+    mask: Future[Mask] | None = None
     costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=MASKS))
     """Processor times of its last masks."""
     mean_s: float = 0.0
     """Moving average of these; 0 before the first, which is tried."""
+
+    @property
+    def expected_s(self) -> float:
+        """Processor time that its next mask is expected to take: the grammar's longest before it has had any."""
+        if self.costs_s or self.compiled.exception() is not None:
+            return self.mean_s
+        return self.compiled.result().slowest_s
 
     @property
     def is_broken(self) -> bool:
@@ -127,6 +136,7 @@ class GrammarMasks:
         self._compiled_bytes = 0
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._turns = MaskTurns()
         self._left_s = STEP_S
         """Time left of the step's account."""
         self._crowded = False
@@ -266,9 +276,10 @@ class GrammarMasks:
         answer = self._answer(inputs)
         if answer.mask is None and answer.compiled.done() and inputs.output:
             self._crowded = True
-            answer.mask = self._helper.submit(self._help, inputs, answer)
+            answer.mask = self._turns.add(inputs.text, answer.expected_s, partial(self._help, inputs, answer))
+            self._helper.submit(self._turns.compute_next)
 
-    def _help(self, inputs: GrammarInputs, answer: _Answer) -> tuple[Int32Array, float]:
+    def _help(self, inputs: GrammarInputs, answer: _Answer) -> Mask:
         """Compute a mask in the helper's thread; return it with its processor time."""
         began, replay_s = self._times(), 0.0
         try:
@@ -278,7 +289,7 @@ class GrammarMasks:
             answer.compiled.result().note(cost_s)
         return bits, cost_s
 
-    def _compute(self, inputs: GrammarInputs, answer: _Answer, ahead: tuple[int, ...]) -> tuple[Int32Array, float]:
+    def _compute(self, inputs: GrammarInputs, answer: _Answer, ahead: tuple[int, ...]) -> Mask:
         """Return a mask, and the processor time of tokens that were replayed for it, which count for no mask."""
         matcher, compiled = answer.matcher, answer.compiled.result()  # which is done
         compiled.check()

@@ -357,6 +357,28 @@ def test_a_step_computes_what_its_account_has_time_for_and_a_helper_the_rest(mon
     assert any(name.startswith("masks") for name in threads)
 
 
+def test_the_helper_computes_a_cheap_mask_before_costly_ones_that_came_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    dear, cheap, computed, go = grammar.of_regex("[ab]{40}"), grammar.of_regex("[ac]{40}"), list[str](), threading.Event()
+    engine = _compiled(masks(), dear, cheap)
+    for text, slowest_s in ((dear, 0.03), (cheap, 0.011)):
+        engine._begin(text).result().slowest_s = slowest_s
+    found = GrammarMasks._help
+
+    def counted(self: GrammarMasks, inputs: GrammarInputs, answer: Any) -> Any:
+        computed.append(inputs.text)
+        return found(self, inputs, answer)
+
+    monkeypatch.setattr(GrammarMasks, "_help", counted)
+    a = TOKENIZER.encode("a").ids
+    rows = [SamplingRow(0, 1, grammar=GrammarInputs(text, list(a))) for text in [*[dear] * 20, cheap]]
+    engine._helper.submit(go.wait)
+    late = engine.of([*rows, SamplingRow(0, 0)])
+    go.set()
+    assert late is not None and late.late == set(range(21))
+    ready(engine, rows)
+    assert computed == [cheap, *[dear] * 20]
+
+
 def test_no_step_waits_for_a_grammar_that_is_compiled() -> None:
     engine, go = masks(), threading.Event()
     engine._compiler.submit(go.wait)

@@ -206,7 +206,8 @@ class Ledger:
 
     def _judge(self, now_s: float, entry: Entry, sender: InstanceId, update: TokenUpdate) -> list[Action]:
         if update.finish is FinishReason.FAILED and update.is_clients:
-            return self._fail(entry, RequestError(f"The request cannot be answered: {update.error}"))
+            # Its grammar: the only cause so far. Whoever has the body puts the client's field in its place.
+            return self._fail(entry, RequestError(f"The request cannot be answered: {update.error}", param="grammar"))
         if update.finish is FinishReason.FAILED:
             return self._broken(entry, f"The request failed on a worker: {update.error or 'no reason given'}")
         if update.finish is FinishReason.CANCELLED:

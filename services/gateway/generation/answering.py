@@ -169,6 +169,8 @@ class Outlet:
                         ended.add(delta.index)
                     yield delta.index, step
                 if delta.error is not None and delta.index not in ended:
+                    if delta.error.param == "grammar" and (spec := answering.call.grammar_spec) is not None:
+                        delta.error.param = spec.param
                     raise delta.error
 
     def _written(self, index: int, tokens: list[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,11 @@ async def test_grammars_that_passed_are_kept_by_their_bytes(open_site: OpenSite)
         assert not kept
 
 
-async def test_a_grammar_that_a_worker_ends_is_the_clients_error(open_site: OpenSite) -> None:
-    body = {"prompt": "x", "guided_regex": "x*", "max_tokens": 100}
-    for stream in (False, True):
+async def test_a_grammar_that_a_worker_ends_is_the_clients_error_of_its_field(open_site: OpenSite) -> None:
+    plain, schema = {"prompt": "x", "max_tokens": 100}, {"type": "object", "properties": {}}
+    fields = [("guided_regex", "x*"), ("response_format", {"type": "json_schema", "json_schema": {"schema": schema}})]
+    for stream, (field, value) in itertools.product((False, True), fields):
+        body = {**plain, field: value}
         async with open_site("x" * 90, step_s=0.02) as site:
             asking = asyncio.create_task((site.stream if stream else site.post)("/v1/completions", body))
             await eventually(lambda site=site: any(entry.output for entry in site.gateway.streams.ledger.entries()))
@@ -137,6 +140,7 @@ async def test_a_grammar_that_a_worker_ends_is_the_clients_error(open_site: Open
             site.manager.workers[0].send([ended])
             error = (await asking)[-2 if stream else 1]["error"]
             assert (error["code"], error["type"]) == (400, "invalid_request_error") and "too dear" in error["message"]
+            assert error["param"].startswith(field)
             await eventually(site.nothing_left)
 
 

@@ -183,7 +183,7 @@ def test_a_failure_that_the_request_itself_causes_is_the_clients() -> None:
     ended = update(3, [], finish=FinishReason.FAILED, error="too dear", is_clients=True)
     cancel, fail = book.tokens(1.0, "w", ended)
     assert isinstance(cancel, CancelAttempt) and isinstance(fail, Fail)
-    assert (fail.error.status, fail.error.type_) == (400, "invalid_request_error")
+    assert (fail.error.status, fail.error.type_, fail.error.param) == (400, "invalid_request_error", "grammar")
     assert "too dear" in fail.error.message and len(book) == 0
 
 

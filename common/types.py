@@ -141,7 +141,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same `prefix_salt` share cached
     prefixes. `owner`: the API key whose share of the cluster it takes, "" without several; `weight`: the size of that
     share beside the others'. `traceparent`: its place in a trace, "" if it is not traced (`common/tracing`). `adapter`:
-    its LoRA adapter, "" = the base model alone."""
+    its LoRA adapter, "" = the base model alone. `choices`: generations that its client asked for with it, itself
+    included."""
 
     attempt: Attempt
     gateway: InstanceId
@@ -161,6 +162,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float = 1.0
     traceparent: str = ""
     adapter: str = ""
+    choices: int = 1
 
     @property
     def request_id(self) -> RequestId:

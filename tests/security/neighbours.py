@@ -1,8 +1,8 @@
 """One worker in virtual time: the preset's own machine, scheduler and cache, and a clock of the costs of two cores.
 
 Used by `test_neighbours.py`. A step takes what the simulator's cost model says for the default model on a CPU
-(configs/devices/cpu-2core.yaml), and what scoring takes besides, which no cost model knows: for each position the head
-of the model and the selection among its logits. Nothing here depends on the machine that runs it.
+(configs/devices/cpu-2core.yaml), and what scores take besides, which no cost model knows: for each position of a scored
+prompt and each row with log-probabilities, the head of the model and the selection among its logits. Nothing here depends on the machine that runs it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def request(
     config: Config,
     traffic_class: str = "rt",
     prompt_logprobs: int = -1,
+    logprobs: int = -1,
+    choices: int = 1,
 ) -> StartSegment:
     """As the gateway gives it to a worker, with the class's default SLO."""
     gateway = config.gateway
     real_time = traffic_class == "rt"
     slo = Slo(ttft_s=gateway.rt_ttft_slo_s, tpot_s=gateway.rt_tpot_slo_s) if real_time else Slo()
-    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, logprobs=prompt_logprobs)
+    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, logprobs=logprobs)
     asked = Request(
         Attempt(name, 0),
         "gateway",
@@ -58,6 +60,7 @@ def request(
         at_s,
         traffic_class="rt" if real_time else "be",
         slo=slo,
+        choices=choices,
     )
     return StartSegment(asked, [Segment(0, None, "w")], 0, "ipc://gateway")
 
@@ -69,6 +72,7 @@ def choices(name: str, prompt: list[int], n: int, *, scored: bool = False, **opt
             f"{name}-{index}",
             prompt,
             prompt_logprobs=20 if scored and index == 0 else -1,
+            choices=n,
             **options,  # type: ignore[arg-type]
         )
         for index in range(n)
@@ -168,6 +172,7 @@ class VirtualWorker:
 
     def _seconds(self, plan: IterationPlan) -> float:
         scored = sum(row.count for row in plan.rows if row.sequence.scores_prompt)
+        scored += sum(row.count == 1 and row.sequence.request.sampling.logprobs >= 0 for row in plan.rows)
         return self._cost.step_s(plan_cost(plan, self._geometry).work) + scored * SCORED_POSITION_S
 
     def _ended(self, run: Run) -> StepEnded:

@@ -15,9 +15,11 @@ from random import Random
 
 import pytest
 
-from cohort.common.config import Config, EngineConfig, load_config
+from cohort.common.config import Config, EngineConfig, GatewayConfig, load_config
 from cohort.common.messages import StartSegment
 from cohort.services.gateway.bounds import BOUNDS
+from cohort.services.gateway.generation.preparation import CHOICE_UNITS
+from cohort.services.gateway.http.bodies import MAX_LOGPROBS
 from tests.security.neighbours import PLAIN_PROMPT, PLAIN_TOKENS, Run, VirtualWorker, choices, request
 
 ATTACK_S = 0.5
@@ -25,17 +27,33 @@ PLAIN_AT_S = [0.2 + 0.31 * number for number in range(4)]
 SHIFTS = 6
 """Runs, each with the plain requests a little later, so that they meet iterations in all their phases."""
 
-Attack = Callable[[Random, Config], list[StartSegment]]
+Attack = Callable[[Random, Config], list[tuple[float, list[StartSegment]]]]
 
 
 def ids(random: Random, count: int) -> list[int]:
     return [random.randrange(1000, 20_000) for _ in range(count)]
 
 
-def attack(prompt: int, n: int = 1, *, max_tokens: int = 64, scored: bool = False) -> Attack:
-    return lambda random, config: choices(
-        "attack", ids(random, prompt), n, scored=scored, max_tokens=max_tokens, at_s=ATTACK_S, config=config
-    )
+def attack(
+    prompt: int, n: int = 1, *, max_tokens: int = 64, scored: bool = False, logprobs: int = -1, times: int = 1
+) -> Attack:
+    """`times`: as many such requests, one every 0.6 s."""
+    tokens = {"max_tokens": max_tokens, "scored": scored, "logprobs": 20 if scored else logprobs}
+
+    def arrivals(random: Random, config: Config) -> list[tuple[float, list[StartSegment]]]:
+        found = []
+        for number in range(times):
+            name, at_s = f"attack-{number}", ATTACK_S + 0.6 * number
+            found.append((at_s, choices(name, ids(random, prompt), n, at_s=at_s, config=config, **tokens)))
+        return found
+
+    return arrivals
+
+
+def longest(prompt: int, logprobs: int = -1) -> Attack:
+    """As many choices as one request may have, with the longest answers that it may ask for."""
+    left = GatewayConfig().max_request_work // BOUNDS.choices - CHOICE_UNITS - prompt
+    return attack(prompt, BOUNDS.choices, max_tokens=left // (2 + logprobs), logprobs=logprobs)
 
 
 ATTACKS: dict[str, Attack] = {
@@ -45,7 +63,12 @@ ATTACKS: dict[str, Attack] = {
     "64 choices of 500": attack(500, 64),
     "400 scored, n 3": attack(400, 3, max_tokens=1, scored=True),
     "2,000 scored": attack(2000, max_tokens=1, scored=True),
-    "128 choices": attack(3, 128),
+    "128 choices": longest(3),
+    "128 choices of 60": longest(60),
+    "128 choices of 500, scores": longest(500, MAX_LOGPROBS),
+    "128 choices of 2,000, scores": longest(2000, MAX_LOGPROBS),
+    "128 choices of 3,900": longest(3900),
+    "128 short choices, again and again": attack(3, BOUNDS.choices, max_tokens=8, times=5),
 }
 
 
@@ -53,7 +76,7 @@ def runs(preset: str, name: str | None, *, learned: bool = True, traffic_class: 
     found = []
     for shift in range(SHIFTS):
         random, config = Random(shift), load_config(preset=preset)
-        arrivals = [(ATTACK_S, ATTACKS[name](random, config))] if name else []
+        arrivals = ATTACKS[name](random, config) if name else []
         for number, at_s in enumerate(PLAIN_AT_S):
             at_s += 0.033 * shift
             plain = request(
@@ -84,7 +107,7 @@ UNKNOWN_DELAY_S = 0.35
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "unknown machine"])
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "128 choices"])
+@pytest.mark.parametrize("name", ATTACKS)
 def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: bool) -> None:
     first_s, gap_s = worst(runs("cohort", name, learned=learned))
     alone_first_s, alone_gap_s = worst(runs("cohort", None, learned=learned))
@@ -92,15 +115,8 @@ def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: 
     assert gap_s - alone_gap_s <= DELAY_S
 
 
-@pytest.mark.parametrize("learned", [True, False], ids=["learned", "unknown machine"])
-def test_as_many_choices_as_one_request_may_have(learned: bool) -> None:
-    """They are newcomers as well, and with shorter prompts; but they never take all rows, nor an iteration that is
-    longer than the strictest TPOT."""
-    most = BOUNDS.choices
-    assert 2 * most <= EngineConfig().max_rows
-    assert len(ATTACKS["128 choices"](Random(0), load_config())) == most
-    first_s, gap_s = worst(runs("cohort", "128 choices", learned=learned))
-    assert first_s <= 3 * DELAY_S and gap_s <= DELAY_S
+def test_as_many_choices_as_one_request_may_have_never_take_all_rows() -> None:
+    assert 2 * BOUNDS.choices <= EngineConfig().max_rows
 
 
 @pytest.mark.parametrize(

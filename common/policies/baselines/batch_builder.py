@@ -128,8 +128,9 @@ class BatchBuilder:
         self._add(sequence, count)
         return True
 
-    def admit(self, sequence: Sequence) -> bool:
-        """Give a waiting or swapped sequence blocks and a row, if there is room."""
+    def admit(self, sequence: Sequence, cut: Callable[[int], int] | None = None) -> bool:
+        """Give a waiting or swapped sequence blocks and a row, if there is room. `cut`: how much of so many tokens it
+        gets behind a cached prefix, which is known only now."""
         if self.full or sequence in self._evicted or not self._fits(self._count(sequence)):
             return False
         if sequence.phase is Phase.WAITING:
@@ -140,7 +141,8 @@ class BatchBuilder:
             return False
         if admitted:
             insort(self._holders, sequence, key=self._rank)
-            self._add(sequence, self._count(sequence))
+            count = self._count(sequence)
+            self._add(sequence, max(1, cut(count)) if cut and sequence.computed else count)
         return admitted
 
     def displace(self, sequence: Sequence) -> None:

@@ -4,7 +4,8 @@ strictest promise among the decodes leaves time.
     decide ─▶ learn what the last iteration took (D5's profile table)
            ─▶ the next prompt is on time and blocks lack: best-effort sequences give way to it
            ─▶ a row for every decode, or for those due first where a prompt on time may start although rows lack
-              (`row_sharing`); victims that free a block for it are chosen by `victim_rank`
+              (`row_sharing`); victims that free a block for it are chosen by `victim_rank`; those of many choices take
+              turns where all would exceed the longest iteration, or the rest of the time that the next prompt waits
            ─▶ aim: the strictest TPOT among these rows, and a little of the time that its row has won (`mixing`, where
               prompts beside decodes have a price: all of that)
            ─▶ prompts in `PromptQueue`'s plan, each as much as still fits the aim; behind one that gets its first token
@@ -17,6 +18,7 @@ So a request delays the tokens of others by `longest_step_s` at most, however mu
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from math import inf
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
@@ -31,7 +33,14 @@ from cohort.common.policies.cohort.mixing import (
 )
 from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
-from cohort.common.policies.cohort.row_sharing import admissible_rows, due_first, lasting_shape, longest_shared_s
+from cohort.common.policies.cohort.row_sharing import (
+    admissible_rows,
+    due_first,
+    in_turn,
+    is_one_of_many,
+    lasting_shape,
+    longest_shared_s,
+)
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
@@ -222,8 +231,12 @@ class CohortBatching(IterationScheduler):
         """Give each decode a row; if `first` and others that may start lack one, only those whose next token is due
         first (`row_sharing`). Return the others, most urgent first."""
         decoding = [sequence for sequence in builder.holders if sequence.uncomputed == 1]
-        rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
         started = len(builder.holders) - len(decoding)
+        within_s = self._options.longest_step_s
+        if first is not None:
+            within_s = min(within_s, self._rest_s(now_s, first))
+        decoding = in_turn(now_s, decoding, self.table.estimate, within_s)
+        rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
         self._shared_s, count = inf, len(decoding)
         if count + waiting > rows or count > rows:
             step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
@@ -287,7 +300,8 @@ class CohortBatching(IterationScheduler):
 
     def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> int:
         """Return the min prompt tokens of this iteration. Where mixing has a price and the size that pays does not fit
-        the aim, prompts get that size as soon as the decodes can spare the time, and nothing before."""
+        the aim but the longest iteration, prompts get that size as soon as the decodes can spare the time, and nothing
+        before."""
         least, times = self._least_prefill, self.table.step_times
         if times is None or times.mixed_share < FREE or not decodes.decodes or first is None:
             return least
@@ -296,7 +310,7 @@ class CohortBatching(IterationScheduler):
             return least
         chunk = best_chunk(times, decodes, first.computed, most)
         mixed_s = self.table.estimate(decodes.with_prefill(first.computed, chunk)) or 0.0
-        if mixed_s <= self._aim_s:
+        if mixed_s <= self._aim_s or mixed_s > self._options.longest_step_s:
             return least
         alone_s = self.table.estimate(decodes) or 0.0
         spare = spare_s(now_s, decoding, alone_s, headroom=self._headroom)
@@ -340,7 +354,7 @@ class CohortBatching(IterationScheduler):
         real-time responses will need counts: best-effort ones give way first. `yielded`: some did."""
         self._budget, self._waits, self._crowded, skipped = 0, True, False, False
         self._rowless = False
-        rest_s = self._aim_s  # for prompts that get no first token now, or are not new
+        rest_s = self._aim_s  # for prompts that get no first token now, are not new, or one of many choices
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
         pressed: bool | None = None
@@ -364,17 +378,18 @@ class CohortBatching(IterationScheduler):
                     break
                 continue
             wanted = min(sequence.uncomputed, tokens_left)
-            count = self._fitting(batch, sequence, wanted, self._aim_s)
-            if held or count < wanted:
-                count = self._fitting(batch, sequence, wanted, rest_s)
-            count = max(count, min(least, wanted))
+            within_s = self._aim_s
+            if held or is_one_of_many(sequence) or self._fitting(batch, sequence, wanted, within_s) < wanted:
+                within_s = rest_s
+            share = partial(self._share, batch, sequence, within_s, least)
+            count = share(wanted)
             if count <= 0:
                 return
             if not held and not fits(kv, self._lasting(now_s, sequence), sequence):
                 admits, skipped, self._crowded = False, True, True
                 continue
             builder.tokens_left = count
-            if not (builder.continue_row(sequence) if held else builder.admit(sequence)):
+            if not (builder.continue_row(sequence) if held else builder.admit(sequence, share)):
                 admits, skipped = admits and held, True
                 continue
             row = builder.last_row
@@ -404,11 +419,16 @@ class CohortBatching(IterationScheduler):
 
     def _rest_s(self, now_s: float, sequence: Sequence) -> float:
         """Return how long the iteration with this sequence's first token may take for the sake of others: the rest of
-        the longest step. Infinite after more than two steps of queueing: full iterations then serve it soonest."""
+        the longest step. Infinite after more than two steps of queueing: full iterations then serve it soonest; and
+        for one of many choices."""
         longest_s, waited_s = self._options.longest_step_s, now_s - sequence.arrived_s
-        if sequence.output_tokens or not is_promised(sequence) or waited_s > 2 * longest_s:
+        if sequence.output_tokens or not is_promised(sequence) or waited_s > 2 * longest_s or is_one_of_many(sequence):
             return inf
         return max(0.0, longest_s - waited_s)
+
+    def _share(self, batch: BatchShape, sequence: Sequence, aim_s: float, least: int, wanted: int) -> int:
+        """Return the tokens of this prompt in the iteration: what fits, and `least` if it does not."""
+        return max(self._fitting(batch, sequence, wanted, aim_s), min(least, wanted))
 
     def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int, aim_s: float) -> int:
         """Return the tokens of this prompt with which the iteration stays within `aim_s`."""

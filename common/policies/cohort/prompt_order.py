@@ -1,6 +1,7 @@
 """Which prompt is computed next: the order that decides how many requests keep their promises.
 
-    real-time ┬ can still make its first token ── as many as possible in time, of these the shortest first
+    real-time ┬ can still make its first token ── as many as possible in time, of these the shortest first, and a
+              │                                   choice is as long as all of its request
               │                                   (or all of them shortest first, or earliest due)
               └ cannot any more ──────────────── by due time, behind all that can
     best-effort ──────────────────────────────── behind all real-time ones, as they came
@@ -71,7 +72,15 @@ class PromptOrder:
             return (best_effort, request.priority, _PATIENT, sequence.arrived_s, sequence.arrived_s, sequence.key), inf
         due, work = due_s(sequence), sequence.uncomputed
         return self.place(
-            now_s, best_effort, request.priority, sequence.arrived_s, due, work, token_s, key=sequence.key
+            now_s,
+            best_effort,
+            request.priority,
+            sequence.arrived_s,
+            due,
+            work,
+            token_s,
+            key=sequence.key,
+            choices=request.choices,
         )
 
     def place(
@@ -85,9 +94,11 @@ class PromptOrder:
         token_s: float,
         *,
         key: Attempt,
+        choices: int = 1,
     ) -> Ranked:
         """Rank a prompt with `work` tokens left, also one on another machine. `due_s`: when its next token is due,
-        infinite if nothing was promised; `key` tells equals apart."""
+        infinite if nothing was promised; `key` tells equals apart. `choices`: prompts of its request: together they are
+        one job, or a hundred short ones would all go before a newcomer."""
         if self.first == "fcfs":
             return (best_effort, priority, _PATIENT, arrived_s, arrived_s, key), inf
         impatient_s = arrived_s + self.patience_s
@@ -98,7 +109,7 @@ class PromptOrder:
         start_s = due_s - work * token_s * self.caution
         if now_s >= start_s:
             return (best_effort, priority, _LATE, due_s, arrived_s, key), impatient_s
-        first = due_s if self.first == "earliest_due" else float(work)
+        first = due_s if self.first == "earliest_due" else float(work * choices)
         return (best_effort, priority, _FEASIBLE, first, arrived_s, key), min(start_s, impatient_s)
 
 
@@ -248,7 +259,7 @@ class PromptPlan(Iterator[Sequence]):
             return
         works_s = [sequence.uncomputed * self._token_s for sequence in some]
         chosen, rest = most_in_time([(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)], self._at_s)
-        chosen.sort(key=lambda index: works_s[index] > (self._quick_s or 0.0))
+        chosen.sort(key=lambda index: works_s[index] * some[index].request.choices > (self._quick_s or 0.0))
         self._planned = [some[index] for index in (*chosen, *sorted(rest))]
         self._planned.reverse()
         self._at_s += sum([some[index].uncomputed for index in chosen]) * self._token_s

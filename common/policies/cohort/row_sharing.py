@@ -4,16 +4,52 @@
     ─▶ as long as all that decode together leave the headroom, a prompt on time need not wait until one of them ends
     ─▶ rows go to those whose next token is due first, a TPOT after the last one: no gap grows beyond that
 
-A sequence without a TPOT has a row in every iteration. Pure functions; `CohortBatching` asks only where rows lack.
+A sequence without a TPOT has a row in every iteration. Where time lacks, rows of requests with many choices take turns
+(`in_turn`), so that a plain request beside them waits for an iteration that is no longer than any. Pure functions;
+`CohortBatching` asks only where rows or time lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from cohort.common.policies.cohort.promise import is_promised, tpot_s
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Sequence
+
+_MANY = 8
+"""Choices of a request up to which each is served as a request of its own."""
+_TURNS = 8
+"""Iterations within which each of them has a row, however long others take."""
+
+
+def is_one_of_many(sequence: Sequence) -> bool:
+    """Return whether it is one of many choices of a request, which wait for plain ones."""
+    return sequence.request.choices > _MANY
+
+
+def in_turn(
+    now_s: float, decoding: list[Sequence], step_s: Callable[[BatchShape], float | None], within_s: float
+) -> list[Sequence]:
+    """Return the sequences that decode in an iteration of max `within_s`: of requests with many choices only as many as
+    fit, those whose next token is due first. `step_s`: estimate of an iteration's seconds."""
+    many = [sequence for sequence in decoding if is_one_of_many(sequence)]
+    whole_s = step_s(_decodes(decoding)) if many else None
+    if whole_s is None or whole_s <= within_s:
+        return decoding
+    others = [sequence for sequence in decoding if not is_one_of_many(sequence)]
+    many = due_first(now_s, many, whole_s)
+    least, most = -(-len(many) // _TURNS), len(many)  # `least` has its rows whether it fits or not, `most` does not fit
+    while most - least > 1:
+        middle = (least + most) // 2
+        fits = (step_s(_decodes([*others, *many[:middle]])) or 0.0) <= within_s
+        least, most = (middle, most) if fits else (least, middle)
+    chosen = {sequence.key for sequence in many[:least]}
+    return [s for s in decoding if s.key in chosen or not is_one_of_many(s)]
+
+
+def _decodes(decoding: list[Sequence]) -> BatchShape:
+    return BatchShape.of_decodes(len(decoding), sum([sequence.known for sequence in decoding]))
 
 
 def lasting_shape(running: Collection[Sequence], rows: int) -> BatchShape:

@@ -87,6 +87,7 @@ def prepare(
                     slo=call.slo,
                     if_late=call.if_late,
                     adapter=call.adapter,
+                    choices=total,
                 )
             )
     return requests

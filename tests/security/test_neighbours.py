@@ -56,6 +56,7 @@ def longest(prompt: int, logprobs: int = -1) -> Attack:
     return attack(prompt, BOUNDS.choices, max_tokens=left // (2 + logprobs), logprobs=logprobs)
 
 
+AGAIN = "128 short choices, again and again"
 ATTACKS: dict[str, Attack] = {
     "a prompt of 2,000": attack(2000, max_tokens=4),
     "a prompt of 8,000": attack(8000, max_tokens=4),
@@ -68,7 +69,7 @@ ATTACKS: dict[str, Attack] = {
     "128 choices of 500, scores": longest(500, MAX_LOGPROBS),
     "128 choices of 2,000, scores": longest(2000, MAX_LOGPROBS),
     "128 choices of 3,900": longest(3900),
-    "128 short choices, again and again": attack(3, BOUNDS.choices, max_tokens=8, times=5),
+    AGAIN: attack(3, BOUNDS.choices, max_tokens=8, times=5),
 }
 
 
@@ -112,7 +113,7 @@ def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: 
     first_s, gap_s = worst(runs("cohort", name, learned=learned))
     alone_first_s, alone_gap_s = worst(runs("cohort", None, learned=learned))
     assert first_s - alone_first_s <= (DELAY_S if learned else UNKNOWN_DELAY_S)
-    assert gap_s - alone_gap_s <= DELAY_S
+    assert gap_s - alone_gap_s <= (DELAY_S if learned or name != AGAIN else UNKNOWN_DELAY_S)
 
 
 def test_as_many_choices_as_one_request_may_have_never_take_all_rows() -> None:

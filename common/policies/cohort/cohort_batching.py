@@ -235,7 +235,7 @@ class CohortBatching(IterationScheduler):
         within_s = self._options.longest_step_s
         if first is not None:
             within_s = min(within_s, self._rest_s(now_s, first))
-        decoding = in_turn(now_s, decoding, self.table.estimate, within_s)
+        decoding = in_turn(decoding, self.table.estimate, within_s)
         rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
         self._shared_s, count = inf, len(decoding)
         if count + waiting > rows or count > rows:

@@ -28,17 +28,15 @@ def is_one_of_many(sequence: Sequence) -> bool:
     return sequence.request.choices > _MANY
 
 
-def in_turn(
-    now_s: float, decoding: list[Sequence], step_s: Callable[[BatchShape], float | None], within_s: float
-) -> list[Sequence]:
+def in_turn(decoding: list[Sequence], step_s: Callable[[BatchShape], float | None], within_s: float) -> list[Sequence]:
     """Return the sequences that decode in an iteration of max `within_s`: of requests with many choices only as many as
-    fit, those whose next token is due first. `step_s`: estimate of an iteration's seconds."""
+    fit, those that wait longest for their next token. `step_s`: estimate of an iteration's seconds."""
     many = [sequence for sequence in decoding if is_one_of_many(sequence)]
     whole_s = step_s(_decodes(decoding)) if many else None
     if whole_s is None or whole_s <= within_s:
         return decoding
     others = [sequence for sequence in decoding if not is_one_of_many(sequence)]
-    many = due_first(now_s, many, whole_s)
+    many.sort(key=lambda s: (s.arrived_s if s.last_token_s is None else s.last_token_s, s.key))
     least, most = -(-len(many) // _TURNS), len(many)  # `least` has its rows whether it fits or not, `most` does not fit
     while most - least > 1:
         middle = (least + most) // 2

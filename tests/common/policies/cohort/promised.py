@@ -21,6 +21,7 @@ def promised(
     max_tokens: int = 100,
     known: int = 0,
     waited_s: float = 0.0,
+    choices: int = 1,
 ) -> Sequence:
     """`prompt`: tokens; with `known` more, which a former attempt has sampled before `waited_s` had passed."""
     made = sequence(
@@ -28,6 +29,10 @@ def promised(
     )
     made.tokens += [1] * known
     made.request = msgspec.structs.replace(
-        made.request, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s), tokens=list(made.tokens), waited_s=waited_s
+        made.request,
+        slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s),
+        tokens=list(made.tokens),
+        waited_s=waited_s,
+        choices=choices,
     )
     return made

@@ -209,6 +209,44 @@ def test_best_effort_prompts_wait_while_real_time_sequences_hold_most(
     assert "effort" in names(decide(policy, kv, 0.0))
 
 
+def choices(policy: CohortBatching, kv: KvAllocator, count: int) -> list[Sequence]:
+    return [decoding(policy, kv, promised(f"c{index:02}", 20, choices=count)) for index in range(count)]
+
+
+def test_the_rows_of_many_choices_leave_a_newcomer_what_is_left_of_the_longest_iteration() -> None:
+    """An iteration of 32 takes 8 ms. The newcomer has waited 3 of 6, and takes 2 itself."""
+    policy, kv = scheduler(longest_s=0.006, rows_=64), cache(400)
+    choices(policy, kv, 32)
+    beside = decide(policy, kv, 0.0)
+    assert 12 <= len(beside.rows) < 32 and step_seconds(TIMES, plan_shape(beside)) <= 0.0065
+    policy.add(0.0, promised("newcomer", 20, arrived_s=-0.003))
+    plan = decide(policy, kv, 0.0)
+    assert names(plan)[0] == "newcomer" and 4 <= len(plan.rows) - 1 <= 10
+    assert step_seconds(TIMES, plan_shape(plan)) <= 0.0055
+
+
+def test_a_chunk_behind_a_cached_prefix_costs_what_its_place_costs() -> None:
+    policy, kv = scheduler(learned=False, tokens=4000, longest_s=0.05), cache(900, caching=True)
+    times = structs.replace(TIMES, pair_s=1e-6)
+    random = Random(5)
+    for _ in range(400):
+        shape = random_batch(random)
+        policy.table.record(shape, step_seconds(times, shape))
+    first = promised("first", 2000, ttft_s=9.0)
+    policy.add(0.0, first)
+    for _ in range(60):
+        if first.output_tokens:
+            break
+        step(policy, kv)
+    leave(policy, kv, first)
+    second = promised("second", 2400, ttft_s=9.0)
+    second.tokens[:2000] = first.tokens[:2000]
+    policy.add(0.0, second)
+    plan = decide(policy, kv, 0.0)
+    assert plan.rows[0].start > 1500
+    assert step_seconds(times, plan_shape(plan)) <= 0.06
+
+
 def test_each_part_can_be_taken_away() -> None:
     def prompts_of(settings: CohortSettings) -> list[tuple[str, int, int]]:
         policy, kv = scheduler(settings=settings), cache(400)

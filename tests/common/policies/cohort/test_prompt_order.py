@@ -41,6 +41,14 @@ def test_class_then_feasible_then_shortest_then_late_by_due_time() -> None:
     assert ordered(0.0, prompts) == expected
 
 
+def test_a_choice_is_as_long_as_all_of_its_request() -> None:
+    """By rank, and in a plan, which looks at no more than 128 prompts."""
+    prompts = [promised(f"choice {index}", 3, ttft_s=9.0, choices=128) for index in range(128)]
+    prompts += [promised("plain", 12, ttft_s=9.0, arrived_s=0.1), promised("longer", 400, ttft_s=9.0)]
+    assert ordered(0.1, prompts)[0] == planned(0.1, prompts, quick_s=0.05)[0] == "plain"
+    assert ordered(0.1, prompts)[-1] == "longer", "the choices are 384 tokens"
+
+
 def test_earliest_due_is_a_setting() -> None:
     prompts = [promised("long and urgent", 100, ttft_s=0.5), promised("short", 10, ttft_s=0.9)]
     assert ordered(0.0, prompts) == ["short", "long and urgent"]
@@ -103,8 +111,8 @@ def test_a_resubmitted_request_has_the_time_of_a_first_token_again() -> None:
     assert due_s(one) == 1.0 and not missed_first(0.0, one)
 
 
-def planned(now_s: float, prompts: list[Sequence], *, pace_s: float = 0.0) -> list[str]:
-    queue = PromptQueue(PromptOrder(first="most_in_time", caution=1.0))
+def planned(now_s: float, prompts: list[Sequence], *, pace_s: float = 0.0, quick_s: float = 0.0) -> list[str]:
+    queue = PromptQueue(PromptOrder(first="most_in_time", caution=1.0, quick_s=quick_s))
     for each in prompts:
         queue.add(now_s, each)
     queue.advance(now_s, TOKEN_S)
@@ -119,11 +127,8 @@ def test_a_plan_keeps_the_urgent_long_prompt_that_shortest_first_would_lose() ->
 
 def test_a_short_prompt_never_waits_for_a_long_one_that_is_due() -> None:
     """Whatever that one loses: a request may cost its neighbours no more than a step."""
-    queue = PromptQueue(PromptOrder(first="most_in_time", caution=1.0, quick_s=100 * TOKEN_S))
-    for each in (promised("long", 950), promised("quick", 100, ttft_s=9.0), promised("short", 200, ttft_s=9.0)):
-        queue.add(0.0, each)
-    queue.advance(0.0, TOKEN_S)
-    assert [each.request_id for each in queue.plan(0.0, 0.0)] == ["quick", "long", "short"]
+    prompts = [promised("long", 950), promised("quick", 100, ttft_s=9.0), promised("short", 200, ttft_s=9.0)]
+    assert planned(0.0, prompts, quick_s=100 * TOKEN_S) == ["quick", "long", "short"]
 
 
 def test_a_plan_leaves_out_the_longest_where_not_all_make_it() -> None:

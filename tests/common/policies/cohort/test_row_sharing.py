@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.row_sharing import admissible_rows, due_first, lasting_shape, longest_shared_s
+from cohort.common.policies.cohort.row_sharing import (
+    admissible_rows,
+    due_first,
+    in_turn,
+    lasting_shape,
+    longest_shared_s,
+)
+from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Sequence
 from tests.common.policies.cohort.promised import promised
 
@@ -44,6 +51,40 @@ def test_an_iteration_that_goes_on_holds_long_contexts_and_the_prompts_of_those_
     assert (shape.decodes, shape.decode_context) == (40, 40 * 12), "prompts of 4, responses of 8"
     assert shape.prefill_tokens == 20, "one of forty ends in every fifth of an iteration"
     assert lasting_shape([], 40).prefill_tokens == 0
+
+
+def at_10_ms(shape: BatchShape) -> float:
+    return 0.01 * shape.decodes
+
+
+def of_request(choices: int, count: int) -> list[Sequence]:
+    return [promised(f"of {choices}: {index:02}", 4, choices=choices) for index in range(count)]
+
+
+def test_choices_beyond_eight_have_the_rows_that_fit_and_an_eighth_if_none_does() -> None:
+    plain, some, many = of_request(1, 2), of_request(8, 2), of_request(32, 32)
+    everybody = [*many[:9], *plain, *some, *many[9:]]
+    assert in_turn(everybody, at_10_ms, 0.36) == everybody
+    assert in_turn(everybody, at_10_ms, 0.10) == [*many[:6], *plain, *some]
+    assert in_turn(everybody, at_10_ms, 0.0) == [*many[:4], *plain, *some]
+    assert in_turn(everybody, lambda shape: None, 0.0) == everybody, "nothing is known of this machine"
+    assert in_turn([*plain, *some], at_10_ms, 0.0) == [*plain, *some]
+
+
+@given(st.integers(9, 128), st.integers(0, 60), st.floats(0.0, 1.0))
+def test_every_choice_has_a_row_in_as_many_iterations(choices: int, others: int, within_s: float) -> None:
+    many, plain = of_request(choices, choices), of_request(1, others)
+    waited = dict.fromkeys((each.key for each in many), 0)
+    for number in range(20):
+        chosen = in_turn([*many, *plain], at_10_ms, within_s)
+        assert chosen[-others:] == plain or not others
+        assert at_10_ms(BatchShape.of_decodes(len(chosen), 0)) <= max(within_s, 0.01 * (others - (-choices // 8)))
+        for each in many:
+            if each in chosen:
+                each.last_token_s, waited[each.key] = number + 0.5, 0
+            else:
+                waited[each.key] += 1
+    assert max(waited.values()) < 8
 
 
 @given(st.lists(st.sampled_from([0.0, 0.03, 0.05, 0.08, 0.1, 0.2]), min_size=1, max_size=60), st.integers(1, 8))

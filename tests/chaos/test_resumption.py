@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cohort.common.config import dump_config, load_config
 from cohort.common.http.ports import free_port
 from tests.chaos.conftest import whole
 from tests.chaos.streams import DECODE
+from tests.e2e.clients.client_scripts import run_here
 from tests.e2e.forked import fork
 from tests.e2e.pipeline import Pipeline
 
@@ -204,6 +206,40 @@ def test_a_killed_gateway_goes_on_after_its_next_start(pipeline: Pipeline, undis
         pipeline.start("gateway")
 
     check(asyncio.run(disturbed(pipeline, pipeline.url, kill_and_start)), undisturbed)
+    whole(pipeline)
+    pipeline.assert_nothing_left(timeout_s=40.0)
+
+
+def test_openai_with_the_transport_of_its_page_goes_on_across_a_kill(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script as it stands there, once undisturbed and once with a gateway that dies amid the stream."""
+    transports = pytest.importorskip("httpx2").HTTPTransport
+    sent: list[str] = []
+    send = transports.handle_request
+
+    def recorded(transport: Any, request: Any) -> Any:
+        response = send(transport, request)
+        sent.append(f"{request.method} {request.url.path.partition('streams')[1]} {response.status_code}")
+        return response
+
+    monkeypatch.setattr(transports, "handle_request", recorded)
+    heading = "`openai`: streams that outlive their gateway"
+    whole_text = run_here(heading, pipeline)["streamed"]
+    assert len(whole_text) > 5 and sent == ["POST  200"]
+    with ThreadPoolExecutor(1) as threads:
+        with pipeline.hold(DECODE) as go_on:
+            running = threads.submit(run_here, heading, pipeline)
+            pipeline.wait_at(DECODE, 1)
+            go_on(4, 1)
+            deadline = time.monotonic() + DEADLINE_S
+            while len(sent) < 2:  # its client has headers
+                assert time.monotonic() < deadline and not running.done()
+                time.sleep(0.02)
+            pipeline.kill("gateway")
+            pipeline.start("gateway")
+        assert running.result(DEADLINE_S)["streamed"] == whole_text
+    assert sent[1] == "POST  200" and sent[-1] == "GET streams 200"
     whole(pipeline)
     pipeline.assert_nothing_left(timeout_s=40.0)
 

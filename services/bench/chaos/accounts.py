@@ -28,6 +28,8 @@ from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Faile
 GATEWAY = "gateway"
 ALL = "all"
 """The processes that a rolling restart is of."""
+TOGETHER = "+"
+"""Sign between the names of processes that one fault is of."""
 REFUSALS = (429, 503)
 _AFTER_S = 3.0
 """A gateway that is ready again may still hear nothing of a manager or worker that it just met."""
@@ -51,8 +53,8 @@ class Waits(msgspec.Struct):
 
 
 class Fault(msgspec.Struct):
-    """Fault of a process: when all was whole again (None: not yet), and its clients' waits until then. Seconds of the
-    run."""
+    """Fault of a process, or of several (`decode-0+manager`): when all was whole again (None: not yet), and the waits
+    of its clients until then. Seconds of the run."""
 
     process: str
     action: str
@@ -61,7 +63,7 @@ class Fault(msgspec.Struct):
     waits: Waits = msgspec.field(default_factory=Waits)
 
     def hits(self, kind: str) -> bool:
-        return self.process == ALL or is_of(self.process, kind)
+        return self.process == ALL or any(is_of(name, kind) for name in self.process.split(TOGETHER))
 
     def during(self, from_s: float, to_s: float) -> bool:
         return self.at_s <= to_s and (self.back_s is None or self.back_s + _AFTER_S >= from_s)

@@ -4,12 +4,17 @@
     cohort chaos --preset cohort unified disaggregated --rolling-restart --json chaos.json
     cohort chaos --kill decode --kills 3 --model ~/models/Qwen3-0.6B
     cohort chaos --kill gateway --set gateway.processes=2
+    cohort chaos --kill decode+prefill stop:decode-0
+    cohort chaos --census --preset cohort disaggregated --json census.json
     cohort chaos --minutes 60 --json soak.json
 
 The kill table: clients run all requests once undisturbed, which tells every text, and then once for each kind of
 process, one of which is killed at a moment that the seed draws. The launcher starts it again. A gateway takes the plain
 streams on its own connections along; half of the clients ask for streams that can be resumed, and resume them. Of a
-kind with several processes one is killed.
+kind with several processes one is killed. `a+b` kills two at once, `stop:a` stops one for six seconds.
+
+With `--census` 100 clients stream greedy and seeded text, text bound by a grammar, two choices, text of an adapter and
+text that drafts foresee; all resume. Every process, and every two, are killed and stopped in turn.
 
 With `--minutes` a soak: clients of all APIs ask for what a quiet run has answered
 before, and must get the same: greedy and seeded text, forms, tools, choices. Some leave, read slowly, resume
@@ -42,9 +47,10 @@ from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.paths import default_model_dir, run_dir
 from cohort.services.bench.chaos import report, tiny_model
+from cohort.services.bench.chaos.accounts import TOGETHER
 from cohort.services.bench.chaos.catalogue import SERVED
 from cohort.services.bench.chaos.census import Census
-from cohort.services.bench.chaos.kill_table import KillTable, Load
+from cohort.services.bench.chaos.kill_table import STOPPED, KillTable, Load
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
 from cohort.services.bench.chaos.soak import Soak, Terms, unknown_files
 from cohort.services.bench.chaos.users import Place
@@ -56,6 +62,9 @@ _TABLE_RESUME_S = 60.0
 _TABLE_DRAIN_S = 30.0
 _SOAK_DRAIN_S = 5.0
 TINY = "tiny"
+_ADAPTER = "chaos"
+_TABLE = {"clients": 8, "requests": 100, "output_len": 24}
+_CENSUS = {"clients": 100, "requests": 3, "output_len": 64}
 _TINY_KV_BYTES = 16 << 20
 
 Publish = Callable[[list[Run]], None]
@@ -71,11 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_victim,
         default=None,
         metavar="KIND",
-        help=f"these kinds or processes (decode-0) only, in this order: {', '.join(KINDS)} "
+        help=f"these kinds or processes (decode-0) only, in this order: {', '.join(KINDS)}; a+b, stop:a "
         "(default: all of the preset; without a word none)",
     )
+    parser.add_argument("--census", action="store_true", help="every process and every two, under mixed streams")
     parser.add_argument("--rolling-restart", action="store_true", help="`cohort restart` is a fault, too")
-    parser.add_argument("--clients", type=int, default=8, help="at once")
+    parser.add_argument("--clients", type=int, help=f"at once (default: 8, of a census {_CENSUS['clients']})")
     parser.add_argument("--seed", type=int, default=0, help="of requests, of moments and of which process is killed")
     parser.add_argument(
         "--model", default=TINY, metavar="FOLDER", help="default: a tiny one; `default`: the default model"
@@ -86,8 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", type=Path, metavar="FILE", help="print what such a file says so far, and run nothing")
     table = parser.add_argument_group("the kill table")
     table.add_argument("--kills", type=int, default=1, metavar="N", help="of the kind, within one run of the requests")
-    table.add_argument("--requests", type=int, default=100, metavar="N", help="of each client")
-    table.add_argument("--output-len", type=int, default=24, metavar="TOKENS", help="of a text, on average")
+    table.add_argument("--requests", type=int, metavar="N", help=f"of each client (100, {_CENSUS['requests']})")
+    table.add_argument(
+        "--output-len", type=int, metavar="TOKENS", help=f"of a text, on average (24, {_CENSUS['output_len']})"
+    )
     soak = parser.add_argument_group("a soak")
     soak.add_argument("--minutes", type=float, default=None, help="of traffic; start, quiet time and end come beside")
     soak.add_argument("--rate", type=float, default=4.0, help="requests a second of all clients, if answers are quick")
@@ -100,8 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _victim(name: str) -> str:
-    if re.split("[-/]", name)[0] not in KINDS:
-        raise argparse.ArgumentTypeError(f"no process is named {name}; the kinds are {', '.join(KINDS)}")
+    for part in name.removeprefix(STOPPED).split(TOGETHER):
+        if re.split("[-/]", part)[0] not in KINDS:
+            raise argparse.ArgumentTypeError(f"no process is named {part}; the kinds are {', '.join(KINDS)}")
     return name
 
 
@@ -109,6 +122,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the command with parsed options. Raises `CohortError`."""
     if args.show is not None:
         return _print(report.read_document(args.show))
+    for name, value in (_CENSUS if args.census else _TABLE).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.census and args.minutes is not None:
+        raise ConfigError("--census is a kill table; --minutes is a soak")
     if min(args.clients, args.requests, args.output_len, args.kills) < 1:
         raise ConfigError("--clients, --requests, --output-len and --kills must be above 0")
     if args.minutes is not None and (args.minutes <= 0 or args.rate <= 0 or not 0 <= args.kills_for <= 1):
@@ -139,16 +157,20 @@ def _print(document: report.Document, *, tables: bool = True) -> int:
 
 
 def _table(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
-    load = Load(args.clients, args.requests, args.output_len, args.seed)
+    adapter = _ADAPTER if args.census and args.model == TINY else ""
+    load = Load(args.clients, args.requests, args.output_len, args.seed, args.census, adapter)
     runs = list[Run]()
     with tempfile.TemporaryDirectory(prefix="cohort-chaos-") as folder:
         overlay = _own_state(args.model, Path(folder), [], _TABLE_RESUME_S, _TABLE_DRAIN_S)
+        if adapter:
+            overlay["model"]["lora"] = {adapter: str(tiny_model.write_adapter(Path(folder) / adapter))}
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, [""], time.monotonic())
             table = KillTable(preset, place, Census(run_dir(args.port)), len(_workers(args.port)), load, _log)
-            kinds = [kind for kind in (KINDS if args.kill is None else args.kill) if table.has(kind)]
-            for broken in [UNDISTURBED, *kinds, *([RESTARTED] if args.rolling_restart else [])]:
-                runs.append(asyncio.run(table.run(broken, args.kills if broken in kinds else 0)))
+            runs.append(asyncio.run(table.run(UNDISTURBED)))
+            kinds = (table.all_faults() if args.census else KINDS) if args.kill is None else args.kill
+            for broken in [*filter(table.has, kinds), *([RESTARTED] if args.rolling_restart else [])]:
+                runs.append(asyncio.run(table.run(broken, args.kills if broken != RESTARTED else 0)))
                 publish(runs)
     return runs
 

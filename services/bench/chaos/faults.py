@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from cohort.services.bench.chaos.accounts import ALL, Accounts, Fault, is_of
+from cohort.services.bench.chaos.accounts import ALL, TOGETHER, Accounts, Fault, is_of
 from cohort.services.bench.chaos.census import LAUNCHER, Census, Life
 from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.live.pipelines import start_cohort
 
 KILL, STOP, TERM, RESTART = "kill", "stop", "term", "restart"
 _SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP, TERM: signal.SIGTERM}
-_LONGEST_STOP_S = 6.0
+LONGEST_STOP_S = 6.0
 _BACK_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 _WORKER_STATS = "/api/state"
@@ -45,6 +45,8 @@ class Faults:
         self.victims: Sequence[str] | None = None
         """Names or kinds; None for every process."""
         self.restarts = False
+        self.stop_s: float | None = None
+        """Duration of every stop; None: drawn."""
         self.missing: list[str] = []
         """Processes that did not come back in time."""
 
@@ -60,34 +62,42 @@ class Faults:
                 await self.strike(*dealt)
 
     def one_of(self, kind: str) -> str | None:
-        """Return an instance of this kind that runs; None where the pipeline has none."""
-        names = sorted(name for name in self._census.run_file().processes if is_of(name, kind))
-        return self._random.choice(names) if names else None
+        """Return an instance of this kind that runs, or of each of several kinds; None where the pipeline has none."""
+        living, chosen = sorted(self._census.living()), list[str]()
+        for part in kind.split(TOGETHER):
+            names = [name for name in living if is_of(name, part) and name not in chosen]
+            if not names:
+                return None
+            chosen.append(self._random.choice(names))
+        return TOGETHER.join(chosen)
 
     async def strike(self, name: str, action: str) -> None:
         """Apply one fault, until all is whole again."""
-        life = None if action == RESTART else self._census.living().get(name)
-        if life is None and action != RESTART:  # a helper that nothing has asked for since its process began
+        living = {} if action == RESTART else self._census.living()
+        lives = [living[each] for each in name.split(TOGETHER) if each in living]
+        if not lives and action != RESTART:  # a helper that nothing has asked for since its process began
             return
         fault = Fault(name, action, self._place.now_s())
         self._accounts.faults.append(fault)
-        self._log(f"{action} {name}" + (f" ({life.pid})" if life else ""))
-        if life is None:
+        self._log(f"{action} {name}" + "".join(f" ({life.pid})" for life in lives))
+        if action == RESTART:
             await self._restart()
         else:
-            await self._break(life, action)
-        if await self._whole_again(ended=None if action == STOP else life):
+            await self._break(lives, action)
+        if await self._whole_again([] if action == STOP else lives):
             fault.back_s = self._place.now_s()
         else:
             self.missing.append(f"{name} was not back {_BACK_TIMEOUT_S:.0f} s after {action} at {fault.at_s:.0f} s")
 
-    async def _break(self, life: Life, action: str) -> None:
-        _signal(life, _SIGNALS[action])
+    async def _break(self, lives: Sequence[Life], action: str) -> None:
+        for life in lives:
+            _signal(life, _SIGNALS[action])
         if action == STOP:
             try:
-                await asyncio.sleep(self._random.uniform(0.5, _LONGEST_STOP_S))
+                await asyncio.sleep(self.stop_s or self._random.uniform(0.5, LONGEST_STOP_S))
             finally:
-                _signal(life, signal.SIGCONT)
+                for life in lives:
+                    _signal(life, signal.SIGCONT)
 
     async def _restart(self) -> None:
         process = start_cohort("restart", "--port", str(urlsplit(self._place.url).port))
@@ -98,13 +108,13 @@ class Faults:
         if code:
             self.missing.append(f"`cohort restart` ended with {code}")
 
-    async def _whole_again(self, ended: Life | None) -> bool:
-        """Wait until the broken life has ended, every process is ready and the manager counts all workers."""
+    async def _whole_again(self, ended: Sequence[Life]) -> bool:
+        """Wait until the broken lives have ended, every process is ready and the manager counts all workers."""
         deadline_s = self._place.now_s() + _BACK_TIMEOUT_S
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
             while self._place.now_s() < deadline_s:
                 living = self._census.living()
-                if (ended is None or ended not in living.values()) and await self._whole(http):
+                if not set(ended) & set(living.values()) and await self._whole(http):
                     return True
                 await asyncio.sleep(_POLL_S)
         return False

@@ -37,7 +37,7 @@ JUDGED_S = 600.0
 SHORT_S = 120.0
 """Lives below this are counted, not listed."""
 UNDISTURBED, RESTARTED, DECK = "none", "all restarted", "by the deck"
-_NUMBERS = ("requests", *Verdict, "resumed", "pause, s", "TTFT, s", "back, s")
+_NUMBERS = ("requests", *Verdict, "resumed", "pause, s", "TTFT, s", "back, s", "pause beyond, s")
 _ACTIONS = ("kill", "stop", "term", "restart")
 _OF_FAULTS = (*_ACTIONS, "median pause, s", "pause, s", "TTFT, s", "back, s")
 _OF_LIVES = ("min", "MB then", "MB now", "MB/hour", "95 %", "threads", "descriptors")
@@ -222,9 +222,14 @@ def kinds(accounts: Accounts) -> dict[str, dict[str, int]]:
 
 
 def table(document: Document) -> str:
-    """Render the runs; where one of them had several faults the faults by process; of a soak requests by kind, and
-    memory by life. Markdown."""
-    parts = [markdown_table(["preset", "broken"], _NUMBERS, [run.cells for run in document.runs])]
+    """Render the runs, with how much longer than in the undisturbed one of the preset a pause was; where one of
+    them had several faults the faults by process; of a soak requests by kind, and memory by life. Markdown."""
+    calm = {run.preset: run.waits.pause_s for run in document.runs if run.broken == UNDISTURBED}
+    rows = [
+        [*run.cells, f"{run.waits.pause_s - calm[run.preset]:.2f}" if run.preset in calm else "–"]
+        for run in document.runs
+    ]
+    parts = [markdown_table(["preset", "broken"], _NUMBERS, rows)]
     if any(len(run.faults) > 1 for run in document.runs):
         parts.append(markdown_table(["preset", "process"], _OF_FAULTS, list(_by_process(document.runs))))
     for run in document.runs:

@@ -64,6 +64,23 @@ def write(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def write_adapter(folder: Path, seed: int = 1, rank: int = 4) -> Path:
+    """Write an adapter of the model in PEFT's format, of all its layers' queries and outputs, that changes its text."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    random, tensors = np.random.default_rng(seed), {}
+    for layer in range(LAYERS):
+        for module in ("q_proj", "o_proj"):  # of HEADS * HEAD_DIM = HIDDEN rows and columns
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = random.normal(0.0, HIDDEN**-0.5, (rank, HIDDEN)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = random.normal(0.0, rank**-0.5, (HIDDEN, rank)).astype(np.float32)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
 def _tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -38,6 +38,8 @@ WORKER = Fault("decode-0", "kill", 10.0, 14.0)
         (Broken("reset"), KNOWN, [GATEWAY], Verdict.CUT),
         (Broken("reset"), KNOWN, [SECOND_GATEWAY], Verdict.CUT),
         (Broken("reset"), KNOWN, [Fault("all", "restart", 10.0)], Verdict.CUT),
+        (Broken("reset"), KNOWN, [Fault("decode-0+gateway", "kill", 10.0)], Verdict.CUT),
+        (Broken("reset"), KNOWN, [Fault("decode-0+manager", "kill", 10.0)], Verdict.LOST),
         (Broken("reset"), KNOWN, [STOPPED], Verdict.LOST),
         (Broken("reset"), KNOWN, [WORKER], Verdict.LOST),
         (Silent(), KNOWN, [GATEWAY], Verdict.LOST),

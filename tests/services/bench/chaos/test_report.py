@@ -63,8 +63,11 @@ def test_the_document_is_read_back_and_its_tables_name_everything(tmp_path: Path
     first, second = Fault("gateway", "kill", 9, 11, Waits(0.4, 0.1)), Fault("gateway", "kill", 19, 21, Waits(0, 0.3))
     counted = accounts(first, second)
     of_a_soak = {"by_kind": report.kinds(counted), "cpu_s": 30.0, "lives": report.lives(life("gateway", 40.0), {}, 300)}
+    calm, longer = Accounts(), Accounts()
+    calm.waits.pause_s, longer.waits.pause_s = 0.2, 1.5
     runs = [
-        report.Run.of("cohort", report.UNDISTURBED, 9.0, Accounts(), []),
+        report.Run.of("cohort", report.UNDISTURBED, 9.0, calm, []),
+        report.Run.of("cohort", "decode-0+manager", 9.0, longer, []),
         report.Run.of("unified", report.DECK, 1500.0, counted, ["a socket is left"], **of_a_soak),
     ]
     document = report.Document(command=["chaos"], began="2026-11-22T00:00:00", model="tiny", finished=True, runs=runs)
@@ -72,8 +75,9 @@ def test_the_document_is_read_back_and_its_tables_name_everything(tmp_path: Path
     path.write_bytes(document.encode())
     assert report.read_document(path) == document
     said = report.table(document)
-    assert "| cohort | none | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0.00 | 0.00 | – |" in said
-    assert "| unified | by the deck | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0 | 0.00 | 0.00 | 2.0 |" in said
+    assert "| cohort | none | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0.20 | 0.00 | – | 0.00 |" in said
+    assert "| cohort | decode-0+manager | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 1.50 | 0.00 | – | 1.30 |" in said
+    assert "| unified | by the deck | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0 | 0.00 | 0.00 | 2.0 | – |" in said
     assert "| unified | gateway | 2 | 0 | 0 | 0 | 0.20 | 0.30 | 0.40 | 2.0 |" in said
     assert "| read | 1 | 0 | 0 | 0 | 0 | 1 |" in said and "| gateway | 24.9 |" in said
     assert document.findings == [
@@ -95,3 +99,6 @@ def test_a_kill_table_allows_one_cut_of_a_client_and_kill_and_no_refusal() -> No
     refused.book("read: d", 3.0, 3.5, Refused(503, "away"), 200)
     assert list(lost(refused, clients=2, kills=2)) == ["1 requests were refused", "1 of 2 kills found their process"]
     assert list(lost(accounts(fault, cut=2), clients=2, kills=1)) == []
+    assert list(lost(accounts(fault, cut=1), clients=0, kills=1)) == [
+        "1 requests were cut off, more than one a client and kill"
+    ]

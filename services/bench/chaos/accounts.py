@@ -106,13 +106,17 @@ class Accounts:
         verdict, detail = judge(ending, expected, under)
         self.by_kind.setdefault(kind, Counter())[verdict] += 1
         if verdict is Verdict.REFUSED and isinstance(ending, Refused):
-            self.refusals[f"{ending.status} {ending.message[:100]}"] += 1
+            self.refuse(ending)
         if verdict in (Verdict.WRONG, Verdict.LOST):
             self.unaccounted_total += 1
             if len(self.unaccounted) < _MAX_LISTED:
                 names = [f"{fault.action} {fault.process}" for fault in under]
                 self.unaccounted.append(Unaccounted(kind, verdict, from_s, to_s, detail, names))
         return verdict
+
+    def refuse(self, ending: Refused) -> None:
+        """Count a refusal, of a request that its client repeats, too."""
+        self.refusals[f"{ending.status} {ending.message[:100]}"] += 1
 
     def time(self, from_s: float, events_s: Sequence[float]) -> None:
         """Record an answer's waits, from its request to its last event, for all and for the faults that they reach

@@ -261,6 +261,8 @@ class User:
                     await asyncio.sleep(random.choice([0.0, random.uniform(0, 2)]))
                 case Broken() | Failed() | Refused(429 | 503) if stream.token or self.repeats:  # a shutdown ends it
                     broken = True
+                    if isinstance(ending, Refused):
+                        self._accounts.refuse(ending)
                     await asyncio.sleep(self.away_s)
                 case _:
                     break

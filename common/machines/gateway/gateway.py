@@ -46,6 +46,7 @@ from cohort.common.machines.events import (
 )
 from cohort.common.machines.gateway.ledger import Action, CancelAttempt, Ledger, SubmitAttempt, unavailable
 from cohort.common.machines.gateway.peers import ManagerLink, PredictionClient
+from cohort.common.machines.machine import own_stall_s
 from cohort.common.machines.senders import may_send
 from cohort.common.messages import (
     AttemptsLost,
@@ -240,6 +241,8 @@ class GatewayMachine:
     def handle(self, now_s: float, *events: GatewayEvent) -> list[GatewayEffect]:
         """See `Machine.handle`. If a defect raises in the middle, the effects so far come with the next call."""
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
+        if (stalled_s := own_stall_s(now_s, self._now_s, self._wake_s)) > 0.0:
+            self.link.excuse(stalled_s)
         self._now_s = now_s
         for event in events:
             match event:

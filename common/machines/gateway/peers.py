@@ -267,6 +267,12 @@ class ManagerLink:
         self._last_message_s = now_s
         return True
 
+    def excuse(self, stalled_s: float) -> None:
+        """Count no silence for a time in which the gateway itself did not run: what arrived is read after it."""
+        self._last_message_s += stalled_s
+        for manager in self._last_message_s_of:
+            self._last_message_s_of[manager] += stalled_s
+
     def on_hello(self, now_s: float, manager: InstanceId, message: ManagerHello) -> bool:
         """Return whether this manager is to be followed and does not know us: another one, or a new incarnation."""
         self._last_message_s_of[manager] = now_s

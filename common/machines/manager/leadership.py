@@ -93,6 +93,11 @@ class StartupWait:
         self._roster.expected_workers -= self._lost_workers
         self._named: dict[InstanceId, list[Attempt]] = {}
 
+    def excuse(self, before_s: float, stalled_s: float) -> None:
+        """Wait longer by the manager's own stall since `before_s`: what arrived meanwhile is read after it."""
+        if before_s < self._settled_at_s:
+            self._settled_at_s += stalled_s
+
     def on_worker_lost(self, now_s: float, worker: InstanceId) -> None:
         """Record a lost worker: a node may take it along with the former manager."""
         self._lost_workers.add(worker)

@@ -26,6 +26,7 @@ from cohort.common.config import Config
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
+from cohort.common.machines.machine import own_stall_s
 from cohort.common.machines.manager.dispatcher import Dispatcher, Evacuation, ManagerCounters, ParkedRequests
 from cohort.common.machines.manager.leadership import Leadership, StartupWait
 from cohort.common.machines.manager.roster import LostAttempts, ManagedAttempt, Roster
@@ -128,6 +129,9 @@ class ManagerMachine:
         """See `Machine.handle`. Raises `InvariantViolated` for a message that is not to a manager."""
         schedule = load_due = False
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
+        if (stalled_s := own_stall_s(now_s, self._now_s, self._requested_wake_s)) > 0.0:
+            self._settling.excuse(self._now_s, stalled_s)
+            self._roster.excuse(stalled_s)
         self._now_s = now_s
         for event in events:
             match event:

@@ -281,6 +281,16 @@ class Roster:
                 silent.append((name, worker.view.report_age_s))
         return silent
 
+    def excuse(self, stalled_s: float) -> None:
+        """Count no silence for a time in which the manager itself did not run: what arrived is read after it."""
+        for gateway in self.gateways.values():
+            gateway.last_seen_at_s += stalled_s
+        for worker in self.workers.values():
+            worker.last_report_at_s += stalled_s
+        for managed in self.requests.values():
+            managed.live = {name: sent_at_s + stalled_s for name, sent_at_s in managed.live.items()}
+        self._unclaimed = {attempt: since_s + stalled_s for attempt, since_s in self._unclaimed.items()}
+
     def remove_worker(self, instance: InstanceId) -> list[ManagedAttempt]:
         worker = self.workers.pop(instance)
         self._views = None

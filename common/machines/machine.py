@@ -18,16 +18,12 @@ Event = TypeVar("Event", contravariant=True)
 Effect = TypeVar("Effect")
 
 
-_USUAL_DELAY_S = 0.25
-"""Delay of a wake on a busy machine that is no stall yet."""
-
-
-def own_stall_s(now_s: float, last_s: float, wake_s: float | None) -> float:
+def own_stall_s(now_s: float, last_s: float, wake_s: float | None, usual_s: float) -> float:
     """Return for how long a host that was to call at `wake_s`, and called last at `last_s`, did not run: stopped, or
-    without a core. 0.0 for less than a usual delay. A machine that measures its peers' silence leaves this time out, as
-    it reads what they sent meanwhile only now."""
+    without a core. 0.0 up to the `usual_s` of a busy one. A machine that measures its peers' silence leaves this time
+    out, as it reads what they sent meanwhile only now."""
     late_s = 0.0 if wake_s is None else now_s - max(last_s, wake_s)
-    return late_s if late_s > _USUAL_DELAY_S else 0.0
+    return late_s if late_s > usual_s else 0.0
 
 
 class Machine(Protocol[Event, Effect]):

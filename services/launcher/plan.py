@@ -58,6 +58,8 @@ class ProcessPlan:
     """Host and port on which it listens too, beside others of the same kind."""
     held: bool = False
     """The launcher holds the socket of `host` and `port`, so that connections wait while the process is away."""
+    starts_alone: bool = False
+    """Whether it would take another worker's cores while both start again: the second waits for the first."""
     hands_over: bool = False
     """Whether it serves open connections to their end when it ends for a restart (SIGUSR1 instead of SIGTERM)."""
 
@@ -115,7 +117,8 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     crowded = 0 < cores < busy(of_all_ranks)
     for index, instance in enumerate(config.instance_roles):
         environment = _threads_environment(threads[instance], crowded=crowded)
-        plans.append(worker_plan(config, instance, base + 2 + index, environment))
+        worker = worker_plan(config, instance, base + 2 + index, environment)
+        plans.append(replace(worker, starts_alone=0 < cores < sum(of_all_ranks)))
     return plans
 
 

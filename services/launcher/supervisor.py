@@ -32,6 +32,8 @@ PROBE_TIMEOUT_S = 2.0
 REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
 FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
+START_ALONE_S = 60.0
+"""Longest wait of a worker that starts again for another one that does, and may hang."""
 LOST_DELAY_S = 0.1  # before what lost its host begins again
 TAIL_LINES = 12
 
@@ -185,10 +187,21 @@ class Supervisor:
                 if delay_s is None:
                     return
                 await wait_any((self._stopping, process.leaving), delay_s)
+                await self._until_cores_are_free(process)
         finally:
             process.done.set()
             if process.failure and process.added:
                 self._hosts.release(process)
+
+    async def _until_cores_are_free(self, process: Supervised) -> None:
+        """Wait while a worker that starts again needs the same cores and no worker serves: both together would take
+        twice as long, and no request goes on meanwhile."""
+        deadline_s = time.monotonic() + START_ALONE_S
+        while process.plan.starts_alone and not self._is_replaced(process) and time.monotonic() < deadline_s:
+            starting = [each for each in self._processes if each.plan.starts_alone and each.running]
+            if not starting or self._ends(process):
+                return
+            await wait_any((starting[0].ready, self._stopping, process.leaving), PROBE_INTERVAL_S)
 
     def _ends(self, process: Supervised) -> bool:
         return self._stopping.is_set() or process.leaving.is_set()

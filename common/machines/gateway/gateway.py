@@ -73,6 +73,7 @@ from cohort.common.types import Attempt, FinishReason, InstanceId, Request, Requ
 BEAT_S = 1.0
 """Interval at which all deadlines are checked and everything outstanding is listed."""
 
+_LATE_S = 0.25  # that a tick of a busy process may come: a part of `peers.LEAST_OVERDUE_S`
 _STALL_TIMEOUT_S = 600.0
 """Timeout of a placed attempt without a token, whatever the queue on its worker: it is resubmitted."""
 
@@ -241,7 +242,7 @@ class GatewayMachine:
     def handle(self, now_s: float, *events: GatewayEvent) -> list[GatewayEffect]:
         """See `Machine.handle`. If a defect raises in the middle, the effects so far come with the next call."""
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
-        if (stalled_s := own_stall_s(now_s, self._now_s, self._wake_s)) > 0.0:
+        if (stalled_s := own_stall_s(now_s, self._now_s, self._wake_s, _LATE_S)) > 0.0:
             self.link.excuse(stalled_s)
         self._now_s = now_s
         for event in events:

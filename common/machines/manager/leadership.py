@@ -27,6 +27,11 @@ LISTEN_S = 0.5
 """Maximum time that a new manager holds placements back for workers to register; they try several times a second."""
 
 
+_ABSENT_S = 1.0
+"""Time after which a named worker that has not registered counts as dead, if another one has: each tries several times
+a second."""
+
+
 class Leadership:
     def __init__(self, incarnation: int, rank: int, managers: int) -> None:
         """`rank`: this manager's place in the configured order of `managers`, from 0."""
@@ -73,7 +78,7 @@ class StartupWait:
 
         begins ── listens ──▶ places ─────────────────▶ settled: what no worker holds is lost
                  until every worker that a gateway     `settle_s` later, or once all have reported
-                 named is there, `LISTEN_S` at most     but those that died meanwhile
+                 named is there, `LISTEN_S` at most     but those that died meanwhile or are absent
 
     Started anew when the manager takes over. Stores what gateways named meanwhile, and which workers were lost.
     """
@@ -89,14 +94,10 @@ class StartupWait:
         """Start to wait for the workers that are expected now."""
         self.listened_at_s = now_s + min(LISTEN_S, self._settle_s)
         self._settled_at_s = now_s + self._settle_s
+        self._absent_at_s = now_s + min(_ABSENT_S, self._settle_s)
         self._any_lost = not self._lost_workers.isdisjoint(self._roster.expected_workers)
         self._roster.expected_workers -= self._lost_workers
         self._named: dict[InstanceId, list[Attempt]] = {}
-
-    def excuse(self, before_s: float, stalled_s: float) -> None:
-        """Wait longer by the manager's own stall since `before_s`: what arrived meanwhile is read after it."""
-        if before_s < self._settled_at_s:
-            self._settled_at_s += stalled_s
 
     def on_worker_lost(self, now_s: float, worker: InstanceId) -> None:
         """Record a lost worker: a node may take it along with the former manager."""
@@ -113,6 +114,11 @@ class StartupWait:
         return now_s >= self.listened_at_s or (bool(self._roster.expected_workers) and self._all_registered())
 
     def has_settled(self, now_s: float) -> bool:
+        expected = self._roster.expected_workers
+        absent = expected - self._roster.workers.keys()
+        if self._absent_at_s <= now_s < self._settled_at_s and 0 < len(absent) < len(expected):
+            self._any_lost = True
+            expected -= absent
         if self._any_lost and self._all_registered():
             self._settled_at_s = min(self._settled_at_s, now_s)
         return now_s >= self._settled_at_s

@@ -61,6 +61,7 @@ _QUEUE_POLL_S = 0.05
 """Interval at which a queue is checked that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be called
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
+_LATE_S = 1.0  # that a tick of a busy process may come: a part of `report_timeout_s`
 _WINDOW_S = 1.0  # of which the drain rate's average is made
 _WEIGHT = 0.2
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
@@ -129,8 +130,7 @@ class ManagerMachine:
         """See `Machine.handle`. Raises `InvariantViolated` for a message that is not to a manager."""
         schedule = load_due = False
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
-        if (stalled_s := own_stall_s(now_s, self._now_s, self._requested_wake_s)) > 0.0:
-            self._settling.excuse(self._now_s, stalled_s)
+        if (stalled_s := own_stall_s(now_s, self._now_s, self._requested_wake_s, _LATE_S)) > 0.0:
             self._roster.excuse(stalled_s)
         self._now_s = now_s
         for event in events:

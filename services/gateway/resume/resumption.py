@@ -86,6 +86,7 @@ class Resumption:
         self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by stream, one at a time
         self._finalizing: dict[str, asyncio.Task[None]] = {}
         """Tasks that store the outcomes of ended sessions, by the digest of the stream's token."""
+        self._started_s = self._clock.wall_s() - self._clock.now_s()
         self._swept_s = float("-inf")
 
     def routes(self) -> list[web.RouteDef]:
@@ -273,7 +274,7 @@ class Resumption:
 
     async def _store_outcome(self, session: Session, outcome: Outcome) -> bool:
         """Store how a session ended. Return False if another gateway has the stream."""
-        digest, holder, now_s = session.digest, self._holder_id, self._clock.wall_s()
+        digest, holder, now_s = session.digest, self._holder_id, self._now_s()
         expires_s, api_request = self._expires_s(), session.api_request
         match outcome:
             case "finished":
@@ -302,13 +303,18 @@ class Resumption:
             fail_reader(session.answering, taken_over_error() if by_gateway else cancelled_error())
             self._end(session, "taken_over" if by_gateway else "discarded")
 
+    def _now_s(self) -> float:
+        """Return the time in the store, which gateways share: the wall clock as it was at this one's start, and what
+        has passed since. A wall clock that is set an hour forward ends no stream, one that is set back keeps none."""
+        return self._started_s + self._clock.now_s()
+
     def _expires_s(self) -> float:
-        return self._clock.wall_s() + self._config.resume_s
+        return self._now_s() + self._config.resume_s
 
     async def _sweep(self) -> None:
         """Renew the expiry of this gateway's streams and discard expired ones, at most every `resume_s / 4`."""
-        now_s = self._clock.wall_s()
-        if abs(now_s - self._swept_s) >= self._config.resume_s / 4:  # a wall clock may be set back
+        now_s = self._now_s()
+        if now_s - self._swept_s >= self._config.resume_s / 4:
             self._swept_s = now_s
             digests, expires_s = list(self._sessions), now_s + self._config.resume_s
             await self._journal.run(lambda store: store.refresh(digests, self._holder_id, expires_s))
@@ -374,7 +380,7 @@ class Resumption:
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Answer DELETE /v1/streams/TOKEN: end the stream."""
-        digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
+        digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._now_s()
         session = self._sessions.get(digest)
         if session is not None and session.owner == owner:
             fail_reader(session.answering, cancelled_error())
@@ -386,7 +392,7 @@ class Resumption:
         return web.Response(status=204)
 
     async def _claim(self, digest: str, owner: str) -> Claim:
-        expires_s, now_s = self._expires_s(), self._clock.wall_s()
+        expires_s, now_s = self._expires_s(), self._now_s()
         claim = await self._run_or_refuse(
             lambda store: store.claim(digest, owner, self._holder_id, now_s=now_s, expires_s=expires_s)
         )

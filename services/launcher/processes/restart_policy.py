@@ -3,7 +3,7 @@
         start ──▶ running ──(ready)──▶ proven
           ▲          │ ends              │ ends
           │          ▼                   ▼
-          └── Restart(delay) ◀───────────┤      at once, or 0.5 s later where another takes over its work;
+          └── Restart(delay) ◀───────────┤      at once, or 2 s later where another takes over its work;
                      │                          then 0.2 → 5 s, doubled, until 10 s were healthy
                      │
                      └─▶ GiveUp          never ready so far, and: configuration error (exit code 2), no share of a GPU
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 SECOND_DELAY_S = 0.2
 """The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
-REPLACED_DELAY_S = 0.5
-"""Pause while the worker that takes over computes prompts again: a start takes the cores for seconds."""
+REPLACED_DELAY_S = 2.0
+"""Pause while the worker that takes over computes prompts again: a start takes the cores for seconds, and every step
+waits for the slowest core."""
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
 EXIT_CONFIG_ERROR = 2

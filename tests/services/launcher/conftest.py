@@ -62,7 +62,8 @@ def files(tmp_path: Path) -> Iterator[RunFiles]:
 @pytest.fixture
 def toys() -> Callable[..., list[ProcessPlan]]:
     """`toys(gateway="ready", manager="crash")` → plans in the stages of these names."""
-    stages = {"gateway": StopStage.GATEWAY, "manager": StopStage.MANAGER, "prefill-0": StopStage.WORKERS}
+    workers = ("prefill-0", "decode-0")
+    stages = {"gateway": StopStage.GATEWAY, "manager": StopStage.MANAGER, **dict.fromkeys(workers, StopStage.WORKERS)}
 
     def make(**behaviours: str) -> list[ProcessPlan]:
         block = free_port()
@@ -75,6 +76,7 @@ def toys() -> Callable[..., list[ProcessPlan]]:
                 block + index,
                 drain_s=-6.0,
                 behaviour=behaviour,
+                starts_alone=name in workers,
             )
             for index, (name, behaviour) in enumerate(behaviours.items())
         ]

@@ -38,6 +38,20 @@ async def test_a_killed_process_comes_back_under_a_new_pid(run, toys):
     assert pipeline.pid("gateway") == before["gateway"].pid
 
 
+async def test_of_workers_that_die_together_one_starts_first(run, toys, files: RunFiles, monkeypatch):
+    """The sooner one of them serves the better; on the same cores two take twice as long."""
+    monkeypatch.setattr("cohort.services.launcher.processes.restart_policy.REPLACED_DELAY_S", 0.0)
+    pipeline = run(toys(**{"prefill-0": "alone", "decode-0": "alone"}))
+    await pipeline.until_ready()
+    before = pipeline.supervisor.marks
+    for mark in before.values():
+        os.kill(mark.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        while any(pipeline.supervisor.marks.get(name) in (None, mark) for name, mark in before.items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert not (files.folder / "crowded").exists()
+
+
 async def test_a_crash_at_start_is_tried_again(run, toys, files: RunFiles):
     pipeline = run(toys(manager="crash_once"))
     await pipeline.until_ready()

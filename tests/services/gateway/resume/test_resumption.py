@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from cohort.common.clock import SystemClock
 from cohort.common.keys.key_file import OwnLimits
 from cohort.services.gateway.http.request_bodies import most_in_flight
 from cohort.services.gateway.resume.resume_marks import Place
@@ -297,6 +298,24 @@ async def test_nobody_comes_back(open_site: OpenSite, tmp_path: Path) -> None:
         await eventually(lambda: states(tmp_path) == [("gone", None)])
         await rest(site, read)
         assert (read.status, read.errors[0]["code"]) == (410, 410)
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+async def test_a_wall_clock_that_is_set_ends_no_stream(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """Neither the gateway that generates it nor another one on the same store finds it over its time."""
+    async with open_site(step_s=STEP_S) as first, open_site(step_s=STEP_S, instance="other") as second:
+        read = Read()
+        await some(first, read, 3, "/v1/completions", PROMPT)
+        real = SystemClock.wall_s
+        monkeypatch.setattr(SystemClock, "wall_s", staticmethod(lambda: real() + 3600 * hours))
+        for each in (second, first):
+            streams = each.gateway._resumption
+            streams._swept_s = float("-inf")
+            await streams._sweep()
+        await rest(second, read)
+        assert read.done and read.texts[0] == ANSWER
 
 
 def states(folder: Path) -> list[Any]:

@@ -76,5 +76,5 @@ def test_a_worker_that_is_relieved_leaves_the_cores_to_the_one_that_takes_over()
     assert ready_policy(0.0).ended(20.0, 1, relieved=True) == Restart(REPLACED_DELAY_S, "exit code 1")
     assert ready_policy(0.0).ended(20.0, 1) == Restart(0.0, "exit code 1")
     policy = ready_policy(0.0)
-    delays = [policy.ended(1.0, 1, relieved=True) for _ in range(4)]
-    assert [each.delay_s for each in delays if isinstance(each, Restart)] == [0.5, 0.5, 0.5, 0.8]
+    delays = [policy.ended(1.0, 1, relieved=True) for _ in range(6)]
+    assert [each.delay_s for each in delays if isinstance(each, Restart)] == [2.0, 2.0, 2.0, 2.0, 2.0, 3.2]

@@ -251,11 +251,21 @@ def read_log(path: Path, offset: int) -> tuple[bytes, int, int]:
         return b"", 0, 0
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped the process (no debugger, whose state is another one)."""
+    return _stat_fields(pid)[:1] == ["T"]
+
+
 def _start_ticks(pid: int) -> int | None:
-    """Return field 22 of /proc/PID/stat; None for a zombie, which has ended. The name in field 2 may contain anything,
-    so fields count from its closing parenthesis."""
+    """Return field 22 of /proc/PID/stat; None for a zombie, which has ended."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields from the third on, the state; none if there is no such process. The name in the second may
+    contain anything, so they count from its closing parenthesis."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return []

@@ -23,13 +23,21 @@ from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.probe import answers_ok
 from cohort.services.launcher.processes.restart_policy import GiveUp, RestartPolicy, exit_reason
 from cohort.services.launcher.rolling import RollingRestart
-from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RestartState, RunFilesError
+from cohort.services.launcher.run_files import (
+    LAUNCHER_LOG,
+    TEMPLATE_LOG,
+    ProcessMark,
+    RestartState,
+    RunFilesError,
+    is_stopped,
+)
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else shows from outside that it is ready
 PROBED_AT_ONCE = 16
 """Processes; of more each is probed less often, or the probes would take the cores that they start on."""
 PROBE_TIMEOUT_S = 2.0
 REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
+STOPPED_S = 2.0  # that a process stays stopped by a signal: its clients wait
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
 FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
 START_ALONE_S = 60.0
@@ -103,7 +111,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as self._tasks:
                 for process in self._processes:
                     process.task = self._tasks.create_task(self._guarded(self._supervise(process)))
-                watching = (self._announce(on_ready), self._watch_logs(), self._rolling.run())
+                watching = (self._announce(on_ready), self._watch_logs(), self._watch_stopped(), self._rolling.run())
                 helpers = [self._tasks.create_task(self._guarded(work)) for work in watching]
                 await self._stopping.wait()
                 await self._stop_all()
@@ -314,6 +322,18 @@ class Supervisor:
                 self._files.limit_log(instance)
             for own in (LAUNCHER_LOG, TEMPLATE_LOG):  # the console's lines where it is detached; the forks' imports
                 self._files.limit_log(own)
+
+    async def _watch_stopped(self) -> None:
+        """Let processes of this machine go on that a signal (SIGSTOP, SIGTSTP) has stopped."""
+        since_s: dict[ProcessMark, float] = {}
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            now_s = time.monotonic()
+            stopped = {mark: name for name, mark in self.marks.items() if is_stopped(mark.pid)}
+            since_s = {mark: since_s.get(mark, now_s) for mark in stopped}
+            for mark, name in stopped.items():
+                if now_s - since_s[mark] >= STOPPED_S and mark.send(signal.SIGCONT):
+                    self._console.print_line(f"{name} was stopped by a signal; it goes on", style="yellow")
 
     # -- ending ---------------------------------------------------------------------------------------------------
 

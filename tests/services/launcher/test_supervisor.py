@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RunFiles
+from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RunFiles, is_stopped
 
 pytestmark = pytest.mark.pipeline
 
@@ -50,6 +50,24 @@ async def test_of_workers_that_die_together_one_starts_first(run, toys, files: R
         while any(pipeline.supervisor.marks.get(name) in (None, mark) for name, mark in before.items()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert not (files.folder / "crowded").exists()
+
+
+async def test_a_process_that_was_stopped_goes_on(run, toys, monkeypatch, capsys):
+    monkeypatch.setattr("cohort.services.launcher.supervisor.STOPPED_S", 0.1)
+    monkeypatch.setattr("cohort.services.launcher.supervisor.REFRESH_INTERVAL_S", 0.05)
+    pipeline = run(toys(gateway="ready", manager="ready"))
+    await pipeline.until_ready()
+    pid = pipeline.pid("manager")
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(10):
+        while not is_stopped(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        while is_stopped(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert pipeline.pid("manager") == pid
+    pipeline.supervisor.request_stop()
+    assert await pipeline.exit_code() == 0
+    assert "manager was stopped by a signal; it goes on" in capsys.readouterr().out
 
 
 async def test_a_crash_at_start_is_tried_again(run, toys, files: RunFiles):

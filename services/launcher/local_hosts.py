@@ -38,8 +38,18 @@ class LocalHosts:
         """Prepare a template to fork the workers from, if many begin together."""
         workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
         if len(workers) >= FROM:
-            modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
-            self._forks = Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
+            self._forks = self._forks_of(workers)
+
+    def prepare_restarts(self, processes: Sequence[Supervised]) -> None:
+        workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
+        if workers and self._forks is None:
+            self._forks = self._forks_of(workers)
+            for plan in workers:
+                self._forks.prepare(_environment(plan))
+
+    def _forks_of(self, workers: Sequence[ProcessPlan]) -> Forks:
+        modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
+        return Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
 
     async def begin(self, process: Supervised) -> Child | Fork:
         plan = process.plan

@@ -1,7 +1,7 @@
-"""Workers as forks of a template process, for pipelines in which an import by each worker would take minutes.
+"""Workers as forks of a template process: where an import by each would take minutes, and all that start again.
 
-Called by the supervisor, which starts a `Child` itself where there is no template: few processes, another kind of
-process, or a template that has failed. A forked worker is to the supervisor what a `Child` is.
+Called by the supervisor, which starts a `Child` itself where there is no template: few processes at their start,
+another kind of process, or a template that has failed. A forked worker is to the supervisor what a `Child` is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
 FROM = 12
-"""Number of workers from which on they are forked; fewer are started one by one."""
+"""Number of workers from which on they are forked at the start, too."""
 _READY_TIMEOUT_S = 120.0
 _MODULE = "cohort.services.launcher.processes.template"
 _KILLED = -int(signal.SIGKILL)
@@ -160,15 +160,19 @@ class Forks:
         for former in [each for each in self._former if not each.forks]:
             former.end()
             self._former.remove(former)
-        key = tuple(sorted(environment.items()))
+        try:
+            return await self.prepare(environment).fork(command[3], command[4:], log_file)
+        except OSError:
+            self._templates.pop(_key(environment), None)
+            return Child(command, log_file, environment)
+
+    def prepare(self, environment: Mapping[str, str]) -> Template:
+        """Return the template of an environment, which begins to import if it is new."""
+        key = _key(environment)
         template = self._templates.get(key)
         if template is None:
             template = self._templates[key] = Template(self._python, self._modules, self._log_file, environment)
-        try:
-            return await template.fork(command[3], command[4:], log_file)
-        except OSError:
-            self._templates.pop(key, None)
-            return Child(command, log_file, environment)
+        return template
 
     def renew(self) -> None:
         """Fork workers from new templates, which import present files. Former ones end with the last of their
@@ -179,3 +183,7 @@ class Forks:
     def end(self) -> None:
         for template in (*self._templates.values(), *self._former):
             template.end()
+
+
+def _key(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(environment.items()))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.forks import Forks
 from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RunFiles, is_stopped
 
 pytestmark = pytest.mark.pipeline
@@ -50,6 +52,33 @@ async def test_of_workers_that_die_together_one_starts_first(run, toys, files: R
         while any(pipeline.supervisor.marks.get(name) in (None, mark) for name, mark in before.items()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert not (files.folder / "crowded").exists()
+
+
+async def test_workers_that_start_again_are_forked_where_that_was_prepared(run, toys, monkeypatch):
+    """None was at the pipeline's start, and what no template can fork starts as before."""
+    monkeypatch.setattr("cohort.services.launcher.supervisor.PREPARE_AFTER_S", 0.0)
+    asked: list[list[str]] = []
+
+    class Prepared(Forks):
+        async def child(self, command, log_file, environment):  # type: ignore[no-untyped-def]
+            asked.append(command)
+            return Child(command, log_file, environment)
+
+        def prepare(self, environment):  # type: ignore[no-untyped-def]
+            asked.append([])
+
+    monkeypatch.setattr("cohort.services.launcher.local_hosts.Forks", Prepared)
+    pipeline = run(toys(**{"prefill-0": "ready", "manager": "ready"}))
+    await pipeline.until_ready()
+    before = pipeline.supervisor.marks
+    async with asyncio.timeout(10):
+        while asked != [[]]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for mark in before.values():
+            os.kill(mark.pid, signal.SIGKILL)
+        while any(pipeline.supervisor.marks.get(name) in (None, mark) for name, mark in before.items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert len(asked) == 2 and asked[1][2] == "ready", "the worker, not the manager"
 
 
 async def test_a_process_that_was_stopped_goes_on(run, toys, monkeypatch, capsys):

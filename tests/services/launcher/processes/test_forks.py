@@ -106,6 +106,13 @@ async def test_with_another_environment_there_is_another_template(forks: Forks, 
     assert len({line.rpartition(" ")[2] for line in lines}) == 2
 
 
+async def test_what_was_prepared_is_forked_from(forks: Forks, tmp_path: Path) -> None:
+    template = forks.prepare(environment())
+    started = await forks.child(command("ends", "0"), tmp_path / "log", environment())
+    assert await started.wait() == 0
+    assert (await said(tmp_path / "log", 1))[0].rpartition(" ")[2] == str(template._process.pid)
+
+
 async def test_after_a_renewal_others_are_forked_from_a_new_one(forks: Forks, tmp_path: Path) -> None:
     """And the former one lives as long as its workers do."""
     old = await forks.child(command("serves"), tmp_path / "old.log", environment())

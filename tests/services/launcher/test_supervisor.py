@@ -7,12 +7,17 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cohort.services.launcher import hosts
+from cohort.services.launcher.console import Console
+from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.processes.forks import Forks
 from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RunFiles, is_stopped
+from cohort.services.launcher.supervisor import Supervisor
 
 pytestmark = pytest.mark.pipeline
 
@@ -40,18 +45,25 @@ async def test_a_killed_process_comes_back_under_a_new_pid(run, toys):
     assert pipeline.pid("gateway") == before["gateway"].pid
 
 
-async def test_of_workers_that_die_together_one_starts_first(run, toys, files: RunFiles, monkeypatch):
+async def test_of_workers_that_die_together_one_starts_first(toys, files: RunFiles):
     """The sooner one of them serves the better; on the same cores two take twice as long."""
-    monkeypatch.setattr("cohort.services.launcher.processes.restart_policy.REPLACED_DELAY_S", 0.0)
-    pipeline = run(toys(**{"prefill-0": "alone", "decode-0": "alone"}))
-    await pipeline.until_ready()
-    before = pipeline.supervisor.marks
-    for mark in before.values():
-        os.kill(mark.pid, signal.SIGKILL)
-    async with asyncio.timeout(20):
-        while any(pipeline.supervisor.marks.get(name) in (None, mark) for name, mark in before.items()):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert not (files.folder / "crowded").exists()
+    pipeline = hosts.Pipeline(files, Console([]), lambda: None)
+    supervisor = Supervisor(pipeline, LocalHosts(files), toys(**{"prefill-0": "ready", "decode-0": "ready"}))
+    first, second = pipeline.processes
+    await supervisor._until_cores_are_free(first)
+    first.child = SimpleNamespace(running=True)  # type: ignore[assignment]
+    waiting = asyncio.create_task(supervisor._until_cores_are_free(second))
+    await asyncio.wait([waiting], timeout=0.2)
+    assert not waiting.done()
+    first.ready.set()
+    async with asyncio.timeout(10):
+        await waiting
+    first.ready.clear()
+    waiting = asyncio.create_task(supervisor._until_cores_are_free(second))
+    await asyncio.wait([waiting], timeout=0.01)
+    first.child = SimpleNamespace(running=False)  # type: ignore[assignment]
+    async with asyncio.timeout(10):
+        await waiting
 
 
 async def test_workers_that_start_again_are_forked_where_that_was_prepared(run, toys, monkeypatch):

@@ -6,7 +6,6 @@ config_error  says so and exits 2
 crash         exits 1 at once
 helper        as ready, with a child of its own (its pid goes to the log)
 once          the first time as ready, later exits 1
-alone         as ready; from its second life on it takes a while to start, and notes whether another one starts too
 crash_once    exits 1 if the file named by the second-to-last argument does not exist yet (and makes it), else ready
 """
 
@@ -16,7 +15,6 @@ import http.server
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 
@@ -40,13 +38,6 @@ def main() -> None:
     if behaviour == "once":
         if marker.exists():
             sys.exit(1)
-        marker.touch()
-    if behaviour == "alone":
-        if marker.exists():
-            starting = marker.with_name("starting")
-            marker.with_name("crowded" if starting.exists() else "starting").touch()
-            time.sleep(0.5)
-            starting.unlink(missing_ok=True)
         marker.touch()
     if behaviour == "helper":
         print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)

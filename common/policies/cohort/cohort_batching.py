@@ -165,7 +165,7 @@ class CohortBatching(IterationScheduler):
         decoding = [row.sequence for row in builder.decode_rows]
         guessed = any(sequence.request.slo.deadline_s for sequence in decoding)
         self._are_late = guessed and self._prompts.is_any_late(now_s)
-        self._aim_s = min(self._aim(now_s, batch, decoding), self._shared_s)
+        self._aim_s = min(self._aim(now_s, batch, decoding, first), self._shared_s)
         least = self._mix(now_s, batch, decoding, first)
         self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
         builder.tokens_left = self._limits.max_tokens - self._budget - len(builder.decode_rows)
@@ -280,12 +280,13 @@ class CohortBatching(IterationScheduler):
         bound_s = strictest_s([(s, tpot_s(s)) for s in decoding if is_promised(s) and tpot_s(s)], late=self._are_late)
         return bound_s if bound_s < inf else None
 
-    def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> float:
+    def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> float:
         """Return the seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it.
+        Sequences that lost their worker wait all at once: until the last goes on, iterations are as long as any may be.
         While decoding requests are on their way here it is half of that, or what leaves prompts a quarter of it:
         between two of their tokens they wait for the rest of one iteration and a whole one (D5)."""
         bound_s = self._bound_s(decoding)
-        if bound_s is None:
+        if bound_s is None or (first is not None and is_interrupted(first)):
             return self._options.longest_step_s
         headroom, longest_s = self._headroom, self._options.longest_step_s
         aim_s = min(bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)

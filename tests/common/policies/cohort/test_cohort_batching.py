@@ -86,6 +86,16 @@ def test_the_strictest_promise_among_the_decodes_bounds_the_iteration() -> None:
     assert policy.metrics()["iteration_aim_ms"] == pytest.approx(10.0)
 
 
+def test_streams_that_lost_their_worker_go_on_in_as_few_iterations_as_may_be() -> None:
+    policy, kv = scheduler(), cache(400)
+    decoding(policy, kv, promised("strict", 40, tpot_s=0.01))
+    for index in range(4):
+        policy.add(0.0, promised(f"p{index}", 100, known=20))
+    plan = decide(policy, kv, 0.0)
+    assert rows(plan)[:3] == [("p0", 0, 120), ("p1", 0, 120), ("p2", 0, 120)]
+    assert 0.035 <= step_seconds(TIMES, plan_shape(plan)) <= 0.041
+
+
 def test_a_deadline_bounds_the_iteration_by_what_is_left_of_it() -> None:
     policy, kv = scheduler(), cache(400)
     whole = decoding(policy, kv, promised("whole", 40))

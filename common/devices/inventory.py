@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,13 +99,12 @@ def mps_runs() -> bool:
 
 
 def host_memory_bytes(sources: Sources = HOST) -> int:
-    """Return the RAM, or less where this process's control group allows less."""
-    total = meminfo_bytes(sources, "MemTotal")
-    try:
-        limit = (sources.cgroup / "memory.max").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    """Return the RAM, or less where this container's control group allows less, in either version of cgroups."""
+    known = [meminfo_bytes(sources, "MemTotal")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            known.append(int((sources.cgroup / name).read_text(encoding="ascii")))
+    return min(known)
 
 
 def meminfo_bytes(sources: Sources, field: str) -> int:

@@ -67,6 +67,11 @@ def test_a_failing_program_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_memory_is_that_of_the_control_group_where_it_is_less(tmp_path: Path) -> None:
     assert inventory.host_memory_bytes(host(tmp_path / "a", ram_gib=512)) == 512 * GIB
     assert inventory.host_memory_bytes(host(tmp_path / "b", ram_gib=512, limit_gib=64)) == 64 * GIB
+    for limit, found_gib in ((64 * GIB, 64), (0x7FFFFFFFFFFFF000, 512)):  # version 1, whose "max" is a number
+        sources = host(tmp_path / f"v1-{found_gib}", ram_gib=512)
+        (sources.cgroup / "memory").mkdir(parents=True)
+        (sources.cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        assert inventory.host_memory_bytes(sources) == found_gib * GIB
 
 
 def test_a_machine_goes_by_its_smallest_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

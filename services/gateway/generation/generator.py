@@ -184,7 +184,7 @@ class Generator:
                 sent_by_client = request.headers.get(REQUEST_ID_HEADER) == http_id  # else the middleware made it
                 client_id = http_id if sent_by_client and _PLAIN_ID.fullmatch(http_id) else ""
                 caller = Caller(owner, client_id, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
-                with self.bodies.holding() as take:
+                with self.bodies.holding(own=len(data)) as take:
                     yield Body(data, caller, take)
         except RequestError as error:
             self._count_rejection(error)

@@ -26,6 +26,9 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
 
+_LEAST = 4
+"""Largest bodies that fit into the part of one gateway of many: one, a conversation as long, and the response before,
+which repeats instructions."""
 RETRY_S = 1.0
 """Wait of a client whose body exceeds the budget: bodies are in flight for about as long."""
 _FORMS = ("/v1/files",)
@@ -97,8 +100,9 @@ Take = Callable[[int], None]
 
 
 def most_in_flight(config: GatewayConfig) -> int:
-    """Return the bytes of bodies at one gateway: its part, and at least the largest body."""
-    return max(config.max_body_bytes, -(-bounds.BOUNDS.bodies * config.max_body_bytes // config.processes))
+    """Return the bytes of bodies at one gateway: its part, and at least `_LEAST` of the largest."""
+    whole = bounds.BOUNDS.bodies * config.max_body_bytes
+    return max(min(whole, _LEAST * config.max_body_bytes), -(-whole // config.processes))
 
 
 class RequestBodies:
@@ -115,13 +119,16 @@ class RequestBodies:
             yield await self._read(request, take)
 
     @contextmanager
-    def holding(self) -> Iterator[Take]:
-        """Yield a function that counts bytes as in flight until the block ends."""
+    def holding(self, own: int = 0) -> Iterator[Take]:
+        """Yield a function that counts bytes as in flight until the block ends. `own`: bytes of the same request that
+        are in flight already. What is in flight alone is never refused: it could not succeed later either."""
         held = 0
 
         def take(count: int) -> None:
             nonlocal held
-            self._take(count)
+            if self.in_flight_bytes > own + held:
+                self._refuse_beyond(count)
+            self.in_flight_bytes += count
             held += count
 
         try:
@@ -150,7 +157,7 @@ class RequestBodies:
             raise RequestError(f"The body cannot be read: {error}") from error
         return bytes(body)
 
-    def _take(self, count: int) -> None:
+    def _refuse_beyond(self, count: int) -> None:
         if self.in_flight_bytes + count > (most := most_in_flight(self._config)):
             raise RequestError(
                 f"{self.in_flight_bytes} bytes of other requests are being read, of {most}{self._config.of_all} "
@@ -159,7 +166,6 @@ class RequestBodies:
                 type_="rate_limit_error",
                 retry_after_s=RETRY_S,
             )
-        self.in_flight_bytes += count
 
     def _too_large(self) -> RequestError:
         most = self._config.max_body_bytes

@@ -35,9 +35,13 @@ def test_parts_are_equal_and_none_is_lost(processes: int, requests: int, tokens:
     )
     for own, whole in ((config.own_waiting_requests, requests), (config.own_waiting_tokens, tokens)):
         assert whole <= processes * own < whole + processes
-    for own, whole in ((most_in_flight(config), BOUNDS.bodies * body), (config.own_open_work, work)):
-        assert processes * own >= whole >= own >= min(body, whole), "the largest one fits"
-        assert own == min(body, whole) or processes * own < whole + processes
+    # A body, a conversation as long and its response, of 128 bodies; the largest request, as far as one may be open.
+    for own, whole, least in (
+        (most_in_flight(config), BOUNDS.bodies * body, 4 * body),
+        (config.own_open_work, work, min(body, work)),
+    ):
+        assert processes * own >= whole >= own >= least, "the largest one fits"
+        assert own == least or processes * own < whole + processes
     if processes == 1:
         assert (most_in_flight(config), config.own_open_work) == (BOUNDS.bodies * body, work)
 
@@ -75,3 +79,26 @@ async def test_more_choices_than_may_wait_at_one_gateway_are_a_400(open_site: Op
         status, answer = await site.post("/v1/completions", body)
         assert status == 400 and "at most 2 choices" in answer["error"]["message"]
         assert (await site.post("/v1/completions", {**body, "n": 2}))[0] == 200
+
+
+async def test_what_a_request_brings_and_names_fits_at_one_gateway_of_many(open_site: OpenSite) -> None:
+    """A part of the bound that is smaller than what one request may take would refuse it for ever."""
+    asked = {"model": "tiny", "instructions": "a" * 200, "input": "b" * 50, "truncation": "auto"}
+    async with open_site(processes=128, max_body_bytes=400) as site:
+        status, first = await site.post("/v1/responses", asked)
+        assert status == 200
+        status, again = await site.post("/v1/responses", {**asked, "previous_response_id": first["id"]})
+        assert (status, again.get("previous_response_id")) == (200, first["id"]), again
+        assert (await site.get(f"/v1/responses/{first['id']}"))[0] == 200
+
+
+async def test_only_others_bytes_refuse_a_read(open_site: OpenSite) -> None:
+    """A long answer with log-probabilities may be larger than the whole part of a gateway."""
+    async with open_site(processes=128, max_body_bytes=1000) as site:
+        bodies = site.gateway.generator.bodies
+        with bodies.holding() as one, bodies.holding(own=500) as same:
+            one(500)
+            same(100_000)
+            with bodies.holding() as other, pytest.raises(RequestError, match="100500 bytes of other requests"):
+                other(1)
+        assert bodies.in_flight_bytes == 0

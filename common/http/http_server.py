@@ -1,4 +1,5 @@
-"""The common base of HTTP servers, below their handlers: their name and the way they accept connections.
+"""The common base of HTTP servers, below their handlers: their name, the way they accept connections, and what they log
+of requests that are no HTTP.
 
 Called by the gateway, the monitor and `service.py`. Knows no routes.
 """
@@ -8,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import resource
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
 from aiohttp import web, web_response
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from cohort.common.http.browsers import BrowserGuard
@@ -24,6 +28,8 @@ SERVER = "cohort"
 ACCEPT_PAUSE_S = 0.5
 """Pause after a failed accept; meanwhile the kernel keeps what arrives in the backlog."""
 LOG_EVERY_S = 10.0
+NO_HTTP_EVERY_S = 1.0
+"""Time between two lines about requests that are no HTTP: 26,200 in 20 s were 21 MB of tracebacks."""
 HANDSHAKE_S = 10.0
 """Longest time for a client's TLS handshake."""
 CLOSE_S = 1.0
@@ -36,6 +42,32 @@ def name_server() -> None:
     """Set the `Server` header of this process to its name, without the versions of Python and aiohttp, which would help
     an attacker. It is also in answers to what is no HTTP, which no handler or signal sees."""
     setattr(web_response, "SERVER_SOFTWARE", SERVER)  # noqa: B010 -- not exported, and there is no other way
+    logging.getLogger("aiohttp.server").addFilter(_no_http)  # where it is already, this does nothing
+
+
+class NoHttpFilter(logging.Filter):
+    """Filter of aiohttp's log: of requests that it cannot parse a line a second, as any client can send them. `times`:
+    how many since the line before. Errors of handlers pass as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged_s = float("-inf")
+        self._times = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self._times += 1
+        if (now_s := time.monotonic()) < self._logged_s + NO_HTTP_EVERY_S:
+            return False
+        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
+        record.__dict__.update(error=error.message.partition("\n")[0][:200].rstrip(":"), times=self._times)
+        self._logged_s, self._times = now_s, 0
+        return logging.getLogger().isEnabledFor(logging.WARNING)
+
+
+_no_http = NoHttpFilter()
 
 
 def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:

@@ -24,9 +24,10 @@ class Bounds:
     grammar_bytes: int = 65_536
     grammar_cpu_s: float = 0.5  # to compile one; workers compile it again
     grammar_memory_bytes: int = 512 << 20  # of the process that compiles them
-    # Grammars of one API key that wait for that process, as many as choices, and a request's wait; beyond: 429.
-    grammars_waiting: int = 128
-    grammar_wait_s: float = 30.0  # a new process included, which takes seconds
+    # Of one API key that wait for that process, or for the chat template's, and a request's wait; beyond: 429.
+    grammars_waiting: int = 128  # as many as choices
+    chats_waiting: int = 4096  # as many as requests
+    turn_wait_s: float = 30.0  # a new process included, which takes seconds
     grammars_passed_bytes: int = 16 << 20  # kept, not to be compiled again: 256 of the largest
     # Of files and batches; the first two are OpenAI's. Beyond: 413, a failed batch, 429, 507, 429.
     file_bytes: int = 200 << 20

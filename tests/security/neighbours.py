@@ -2,7 +2,8 @@
 
 Used by `test_neighbours.py`. A step takes what the simulator's cost model says for the default model on a CPU
 (configs/devices/cpu-2core.yaml), and what scores take besides, which no cost model knows: for each position of a scored
-prompt and each row with log-probabilities, the head of the model and the selection among its logits. Nothing here depends on the machine that runs it.
+prompt and each row with log-probabilities, the head of the model and the selection among its logits. Masks take what
+their grammar names (`virtual_masks.py`). Nothing here depends on the machine that runs it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
+import numpy as np
+
 from cohort.common.config import Config
+from cohort.common.engine.step.grammar_masks import TokenMasks
 from cohort.common.machines.effects import Send
 from cohort.common.machines.events import PromptScores, Received, Sampled, StepEnded
 from cohort.common.machines.worker.worker import WorkerMachine
@@ -24,6 +28,7 @@ from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment,
 from cohort.services.simulator.core.cluster import profile_points
 from cohort.services.simulator.core.engine import plan_cost
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
+from tests.security.virtual_masks import VirtualMasks
 
 MODEL = "smollm2-135m"
 DEVICE = "cpu-2core"
@@ -32,6 +37,7 @@ SCORED_POSITION_S = 0.4e-3
 """Beyond the forward itself: the head, its log-softmax and the twenty likeliest of 49,152 logits, on two cores."""
 
 PLAIN_PROMPT, PLAIN_TOKENS = 12, 24
+NO_MASKS = TokenMasks(np.zeros((0, 0), np.int32))
 
 
 def request(
@@ -137,6 +143,9 @@ class VirtualWorker:
             compose.allocation(config, self._geometry, CACHE_BLOCKS, 0),
             Random(0),
         )
+        self.masks = VirtualMasks()
+        self._step: tuple[float, TokenMasks] = 0.0, NO_MASKS
+        """Duration and masks of the step in flight."""
 
     def run(self, arrivals: list[tuple[float, list[StartSegment]]], *, until: str) -> Run:
         """Until every request whose name begins with `until` has all its tokens."""
@@ -167,17 +176,22 @@ class VirtualWorker:
             if self.machine.state.in_flight is None:
                 ends_s = float("inf")
             elif now_s >= ends_s or ends_s == float("inf"):
-                ends_s = now_s + self._seconds(self.machine.plan_in_flight)
+                self._step = self._begin(self.machine.plan_in_flight)
+                ends_s = now_s + self._step[0]
         return run
 
-    def _seconds(self, plan: IterationPlan) -> float:
+    def _begin(self, plan: IterationPlan) -> tuple[float, TokenMasks]:
         scored = sum(row.count for row in plan.rows if row.sequence.scores_prompt)
         scored += sum(row.count == 1 and row.sequence.request.sampling.logprobs >= 0 for row in plan.rows)
-        return self._cost.step_s(plan_cost(plan, self._geometry).work) + scored * SCORED_POSITION_S
+        forward_s = self._cost.step_s(plan_cost(plan, self._geometry).work) + scored * SCORED_POSITION_S
+        if not plan.has_grammars:
+            return forward_s, NO_MASKS
+        masks, more_s = self.masks.step(plan, forward_s)
+        return forward_s + more_s, masks
 
     def _ended(self, run: Run) -> StepEnded:
-        plan = self.machine.plan_in_flight
-        sampled, scores = [], []
+        plan, (seconds, masks) = self.machine.plan_in_flight, self._step
+        sampled, scores, late, yields = [], [], [], 0
         for row in plan.rows:
             sequence = row.sequence
             name = sequence.request_id
@@ -187,7 +201,10 @@ class VirtualWorker:
                 end = min(row.start + row.count, sequence.request.prompt_tokens - 1)
                 scores.append(PromptScores(sequence.key, row.start, [TokenLogprob(-1.0)] * (end - row.start)))
             if row.start + row.count == sequence.known:
-                sampled.append(Sampled(sequence.key, 7, None))
-        seconds = self._seconds(plan)
+                if yields in masks.late:
+                    late.append(sequence.key)
+                else:
+                    sampled.append(Sampled(sequence.key, 7, failure=masks.failures.get(yields, "")))
+                yields += 1
         run.steps_s.append(seconds)
-        return StepEnded(sampled, seconds, scores)
+        return StepEnded(sampled, seconds, scores, late=late)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from cohort.common.engine.config.lora_checkpoint import MAX_RANK
 from cohort.services.gateway.batches.batch_lines import MAX_CUSTOM_ID, _Line
 from cohort.services.gateway.batches.batch_uploads import FIELD_BYTES
 from cohort.services.gateway.bounds import BOUNDS
@@ -26,7 +27,6 @@ from cohort.services.gateway.http.bodies import MAX_LOGPROBS, MAX_STOP_STRINGS
 from cohort.services.gateway.openapi_operations import OPERATIONS, Operation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
-OPEN = "open"
 IN_MIB = {
     "file_mib": "file_bytes",
     "streams_mib": "streams_bytes",
@@ -40,6 +40,7 @@ FIGURES: Mapping[str, Any] = {
     "stop_strings": MAX_STOP_STRINGS,
     "field_bytes": FIELD_BYTES,
     "custom_id": MAX_CUSTOM_ID,
+    "lora_rank": MAX_RANK,
 }
 
 
@@ -134,9 +135,7 @@ HEAD = "| what | charged to | at most | beyond |\n|---|---|---|---|\n"
 
 
 def table() -> str:
-    rows = [*PRICES.rows, Row("calls that generate", "the key's requests", "`keys.limits`", "429")]
-    if OPEN in PRICES.routes:
-        rows.append(Row("other calls", OPEN, OPEN, "–"))
+    rows = [*PRICES.rows, Row("calls", "the key's requests", "`keys.limits`", "429")]
     return HEAD + "".join(f"| {row.what} | {row.price} | {row.bound_text} | {row.beyond} |\n" for row in rows)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import ModelError, RequestError
-from cohort.services.gateway import service
+from cohort.services.gateway import bounds, service
 from cohort.services.gateway.text import bounded_process
+from cohort.services.gateway.text.bounded_process import ANSWER, BoundedProcess
 from cohort.services.gateway.text.chat_template import ChatTemplate
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
 from cohort.services.gateway.text.tokenizer import Tokenizer
@@ -197,6 +200,35 @@ def test_values_arrive_as_they_were_sent(echo: ChatRenderer, value: object) -> N
     chat = [{"role": "user", "content": value}]
     here = ChatTemplate(ECHO, {}).render(chat, add_generation_prompt=True, variables={"extra": value})
     assert echo.render(chat, add_generation_prompt=True, variables={"extra": value}) == here
+
+
+async def test_chats_wait_in_turn_of_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key's chats, however many and slow, delay another's by one; beyond their bound they are refused."""
+    monkeypatch.setattr(bounds, "BOUNDS", bounds.Bounds(chats_waiting=3))
+    rendered, gate = [], threading.Event()
+
+    def call(_: BoundedProcess, question: bytes) -> tuple[bytes, bytes]:
+        assert gate.wait(60)
+        rendered.append(json.loads(question)["messages"][0]["content"])
+        return ANSWER, b""
+
+    monkeypatch.setattr(BoundedProcess, "call", call)
+    chats = renderer("")
+
+    def soon(owner: str, text: str) -> asyncio.Task[str]:
+        chat = [{"role": "user", "content": text}]
+        rendering = chats.render_soon(chat, add_generation_prompt=True, variables={}, owner=owner)
+        return asyncio.create_task(rendering)
+
+    waiting = [soon("alice", text) for text in "abcd"]  # one of them is under way
+    await asyncio.sleep(0)
+    waiting.append(soon("bob", "B"))
+    with pytest.raises(RequestError, match=r"busy with chats.* 3 of this client's wait, and at most 3") as refused:
+        await soon("alice", "e")
+    assert (refused.value.status, refused.value.retry_after_s) == (429, 1.0)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert sorted(rendered) == list("Babcd") and "B" in rendered[:3]
 
 
 async def test_a_gateway_serves_on_beside_a_hostile_template(

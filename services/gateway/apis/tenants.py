@@ -46,7 +46,7 @@ USAGE_PATH = "/v1/usage"
 _NO_GENERATION = ("/v1/files", "/v1/batches")
 """Paths that generate nothing by themselves."""
 _STORES = ("/v1/responses", "/v1/streams", *_NO_GENERATION)
-"""Paths below which a GET reads what a request left: it counts in the key's minute."""
+"""Paths below which requests read, end or delete what others left: they count in the key's minute."""
 _DEFAULT_DAYS = 30
 SLO_KEYS = 100
 """Keys with series of their own in cohort_key_slo_requests_total: each has up to twelve."""
@@ -147,8 +147,8 @@ class Tenants:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             key = request.get(KEY)
             if key is None or not _counts(request):
-                if key is not None and _reads_store(request):
-                    self._count_read(key, self._class_of(request))
+                if key is not None and _uses_store(request):
+                    self._count_use(key, self._class_of(request))
                 return await handler(request)
             lease = request[LEASE] = self._lease(key, self._class_of(request))
             error: BaseException | None = None
@@ -224,7 +224,7 @@ class Tenants:
         lease.on_slo_result = lambda each, outcomes: self._judge(key, each, outcomes)
         return lease
 
-    def _count_read(self, key: Key, traffic_class: TrafficClass) -> None:
+    def _count_use(self, key: Key, traffic_class: TrafficClass) -> None:
         try:
             self.budget(key, traffic_class).read(self._clock.now_s())
         except KeyLimited:
@@ -291,9 +291,10 @@ def _counts(request: web.Request) -> bool:
     )
 
 
-def _reads_store(request: web.Request) -> bool:
-    found = request.match_info.http_exception is None
-    return request.method in ("GET", "HEAD") and found and _is_below(request.path, _STORES)
+def _uses_store(request: web.Request) -> bool:
+    """Return whether a request reads, ends or deletes what is stored: all below the stores but a new file or batch."""
+    is_new = request.method == "POST" and request.path in _NO_GENERATION
+    return not is_new and request.match_info.http_exception is None and _is_below(request.path, _STORES)
 
 
 def _is_below(path: str, roots: Sequence[str]) -> bool:

@@ -89,10 +89,11 @@ class TokenApi:
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("One of prompt and messages is wanted.", param="prompt")
             try:
-                text = await self._text(body)
                 # In one piece of work: an answer must not wait behind, or be refused for, what came after its text.
+                owner = self._owner(request)
+                text = await self._text(body, owner)
                 work = partial(self._tokenized, body, text)
-                return _json(await self._tokenizer.texts.run(byte_length(text), work, self._owner(request)))
+                return _json(await self._tokenizer.texts.run(byte_length(text), work, owner))
             except UnicodeEncodeError as error:
                 raise RequestError("The text contains an unpaired surrogate, which is no character.") from error
             except PromptTooLong as error:
@@ -133,7 +134,7 @@ class TokenApi:
             raise self._too_many("messages" if body.prompt is None else "prompt", str(len(tokens)))
         return tokenized_json(self._tokenizer, tokens, self._max_model_len(), strings=bool(body.return_token_strs))
 
-    async def _text(self, body: TokenizeBody) -> str:
+    async def _text(self, body: TokenizeBody, owner: str) -> str:
         if body.prompt is not None:
             self._tokenizer.refuse_too_long(body.prompt, self._most, "prompt")
             return body.prompt
@@ -149,6 +150,7 @@ class TokenApi:
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=variables,
             limit=self._most,
+            owner=owner,
         )
 
 

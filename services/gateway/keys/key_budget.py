@@ -1,6 +1,6 @@
 """What one API key may use, as one class: requests and tokens a minute, tokens a day, requests open at once.
 
-    reads a store   `read`     one of the minute's requests, nothing else
+    uses a store    `read`     one of the minute's requests, nothing else
     arrives         `enter`    before its body is read: every limit has something left, or 429
     is tokenised    `reserve`  its prompt, and what its answer may have, are taken from the tokens
     has ended       `settle`   what it did not use is given back, what it used beyond is taken after all
@@ -149,7 +149,7 @@ class KeyBudget:
         self.enter(now_s)
 
     def read(self, now_s: float, count: int = 1) -> None:
-        """Count a request that only reads what is stored; -1 gives it back. Raises `KeyLimited`."""
+        """Count a request that only reads, ends or deletes what is stored; -1 gives it back. Raises `KeyLimited`."""
         if count > 0:
             self._check_requests(now_s)
         self.requests.take(now_s, count)

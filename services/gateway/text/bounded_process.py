@@ -11,6 +11,7 @@ Used by `template_process.py` and `grammar_process.py`, which have the work; bot
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -91,7 +92,7 @@ class BoundedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
         """Finalizer of the process: with this object, or when another process takes its place."""
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=module.rpartition(".")[2])
 
     def warm(self) -> None:
         """Start it. Raises `ModelError` when it cannot begin."""
@@ -115,6 +116,13 @@ class BoundedProcess:
             except Ended as ended:
                 ended.why = self._why(ended)
                 raise
+
+    def begin(self, question: bytes) -> asyncio.Task[tuple[bytes, bytes]]:
+        """Begin `call` in a thread. A task: it ends with its event loop, which may end before the process answers."""
+        return asyncio.get_running_loop().create_task(self._soon(question))
+
+    async def _soon(self, question: bytes) -> tuple[bytes, bytes]:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.call, question)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:

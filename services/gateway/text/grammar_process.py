@@ -2,7 +2,7 @@
 
 A client's schema of a few kilobytes may take minutes to compile or overflow the stack. Here that ends a bounded process
 (`bounded_process.py`) and becomes a 400 that names the field. Workers compile a grammar that passes again, by the same
-library and limits (`common/grammar.py`). They are compiled one after the other (`grammar_queue.py`), and what passed
+library and limits (`common/grammar.py`). They are compiled one after the other (`question_queue.py`), and what passed
 lately not again.
 
 Called by `generator.py`; the process starts with the first grammar.
@@ -10,7 +10,6 @@ Called by `generator.py`; the process starts with the first grammar.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from cohort.services.gateway.text.bounded_process import (
     serve,
     short,
 )
-from cohort.services.gateway.text.grammar_queue import Answer, GrammarQueue
+from cohort.services.gateway.text.question_queue import QuestionQueue
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
@@ -58,7 +57,7 @@ class GrammarCompiler:
         limits = Limits(bounds.BOUNDS.grammar_cpu_s, bounds.BOUNDS.grammar_memory_bytes, _START_CPU_S)
         about = {"tokenizer": tokenizer, "end_tokens": list(end_tokens)}
         self._process = BoundedProcess(__name__, about, limits, "Structured output is not possible with this model")
-        self._queue = GrammarQueue(self._begin)
+        self._queue = QuestionQueue(self._process.begin, "grammars", lambda: bounds.BOUNDS.grammars_waiting)
         self._passed: OrderedDict[bytes, str] = OrderedDict()
         self._passed_bytes = 0
 
@@ -89,9 +88,6 @@ class GrammarCompiler:
             raise RequestError(f"{wanted.param}: {text}", param=wanted.param)
         self._keep(question, text)
         return text
-
-    def _begin(self, question: bytes) -> asyncio.Future[Answer]:
-        return asyncio.get_running_loop().run_in_executor(self._process.executor, self._process.call, question)
 
     def _keep(self, question: bytes, text: str) -> None:
         """Keep a grammar that passed; what was used least recently goes."""

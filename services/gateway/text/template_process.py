@@ -3,22 +3,23 @@
 Jinja's sandbox does not keep a template from looping for ever, nor from 'a' * 10**9; a bounded process
 (`bounded_process.py`) does. Compilation is inside the limits, because jinja computes constants then.
 
-Time, memory and output are bounded, and the event loop runs no line of a template. A chat may wait behind slow others:
-so short chats have one process and long ones another. Called by `tokenizer.py`.
+Time, memory and output are bounded, and the event loop runs no line of a template. Chats wait in turn of their keys
+(`question_queue.py`); short chats have one process and long ones another. Called by `tokenizer.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from cohort.common.errors import ModelError, RequestError
+from cohort.services.gateway import bounds
 from cohort.services.gateway.text.bounded_process import (
     ANSWER,
     REFUSED,
@@ -30,6 +31,7 @@ from cohort.services.gateway.text.bounded_process import (
     short,
 )
 from cohort.services.gateway.text.chat_template import ChatTemplate
+from cohort.services.gateway.text.question_queue import QuestionQueue
 
 _SHORT_BYTES = 8192
 """Size of messages, as JSON, that count as short."""
@@ -54,6 +56,10 @@ class ChatRenderer:
         broken = "The model's chat template cannot be used"
         self._short = BoundedProcess(__name__, about, limits.of_process(), broken)
         self._long = BoundedProcess(__name__, about, limits.of_process(), broken)
+        self._queues = {
+            each: QuestionQueue(each.begin, "chats", lambda: bounds.BOUNDS.chats_waiting)
+            for each in (self._short, self._long)
+        }
 
     def warm(self) -> None:
         """Start what the first chat needs. Raises `ModelError` when the template cannot be compiled."""
@@ -64,23 +70,33 @@ class ChatRenderer:
     ) -> str:
         """Return the rendered messages; blocks. Raises `RequestError` for a refusal or an exceeded limit."""
         data = _encoded(messages, add_generation_prompt, variables)
-        return _rendered_by(self._process_for(data), data)
+        with _refusals():
+            answer = self._process_for(data).call(data)
+        return _text_of(*answer)
 
     async def render_soon(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        owner: str = "",
     ) -> str:
-        """Render in a thread of its own; a caller that is cancelled before its turn leaves the queue."""
+        """Render in the turn of `owner`, in a thread; a caller that is cancelled before its turn leaves the queue.
+        Raises a 429 `RequestError` too, while too many wait."""
         data = _encoded(messages, add_generation_prompt, variables)
-        process = self._process_for(data)
-        return await asyncio.get_running_loop().run_in_executor(process.executor, _rendered_by, process, data)
+        with _refusals():
+            answer = await self._queues[self._process_for(data)].ask(owner, data)
+        return _text_of(*answer)
 
     def _process_for(self, data: bytes) -> BoundedProcess:
         return self._short if len(data) <= _SHORT_BYTES else self._long
 
 
-def _rendered_by(process: BoundedProcess, data: bytes) -> str:
+@contextmanager
+def _refusals() -> Iterator[None]:
     try:
-        kind, answer = process.call(data)
+        yield
     except Ended as ended:
         status = 503 if ended.status is None else 400
         raise RequestError(
@@ -88,6 +104,9 @@ def _rendered_by(process: BoundedProcess, data: bytes) -> str:
         ) from None
     except ModelError as error:
         raise RequestError(str(error), param="messages") from error
+
+
+def _text_of(kind: bytes, answer: bytes) -> str:
     text = answer.decode()
     if kind == REFUSED:
         raise RequestError(text, param="messages")

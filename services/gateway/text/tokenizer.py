@@ -145,10 +145,12 @@ class Tokenizer:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         limit: int,
+        owner: str,
     ) -> str:
-        """Return the rendered messages. Raises `RequestError`, also when they are hopelessly long."""
+        """Return the messages, rendered in the turn of their owner. Raises `RequestError`, also when they are hopelessly
+        long."""
         text = await self._renderer().render_soon(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
+            messages, add_generation_prompt=add_generation_prompt, variables=variables, owner=owner
         )
         self.refuse_too_long(text, limit, "messages")
         return text
@@ -158,7 +160,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the tokens of a chat, rendered as by `render_soon`. None are added: its template writes the special
         tokens itself."""
-        text = await self.render_soon(messages, **rendering)
+        text = await self.render_soon(messages, owner=owner, **rendering)
         return await self.texts.run(byte_length(text), partial(self.encode, text, special_tokens=False), owner)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:

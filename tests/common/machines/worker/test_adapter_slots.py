@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cohort.common.machines.effects import LoadAdapter, Send, StartStep
 from cohort.common.machines.events import (
@@ -25,6 +27,8 @@ from cohort.common.policies.baselines.continuous_batching import ContinuousBatch
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.types import Attempt, FinishReason, Role
 from tests.common.machines.small_worker import BLOCKS, GEOMETRY, PROMPT, segment, setup, whole
+
+Slots = st.integers(1, 3)
 
 
 def asked(name: str, adapter: str, max_tokens: int = 8, of: StartSegment | None = None) -> Received:
@@ -159,6 +163,31 @@ def test_requests_of_many_adapters_all_end_in_one_slot() -> None:
             run.step()
     assert run.machine.idle
     assert run.machine.counters.finished == {"length": 12}
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=20), Slots)
+def test_a_request_costs_one_load_at_most(arrivals: list[tuple[int, int, int]], slots: int) -> None:
+    """Whatever adapters come in whatever order: what lets them in is a request, which its key pays for."""
+    run, loads = Run(slots), 0
+
+    def turn() -> None:
+        nonlocal loads
+        for load in run.taken():
+            loads += 1
+            run.tell(AdapterLoaded(load.adapter))
+        if run.machine.state.in_flight is not None:
+            run.step()
+
+    for index, (adapter, tokens, turns) in enumerate(arrivals):
+        run.tell(asked(f"r{index}", f"adapter {adapter}", max_tokens=tokens))
+        assert len(run.machine.adapters.adapters) <= slots
+        for _ in range(turns):
+            turn()
+    while not run.machine.idle:
+        turn()
+        run.now_s += 0.1
+        run.tell(Tick())
+    assert loads <= len(arrivals)
 
 
 def test_a_load_that_fails_answers_who_waits_and_is_tried_again_for_the_next() -> None:

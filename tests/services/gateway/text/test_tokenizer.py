@@ -53,7 +53,7 @@ async def test_renders_chats_like_transformers(
 ) -> None:
     ours, theirs = real_pair
     expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=True, return_dict=False)
-    assert await ours.encode_chat(chat, add_generation_prompt=prompt, variables={}, limit=8192) == expected
+    assert await ours.encode_chat(chat, add_generation_prompt=prompt, variables={}, limit=8192, owner="") == expected
 
 
 # What published templates use: special tokens by name, macros, loop controls, tojson, namespaces, dates, generation.
@@ -203,7 +203,7 @@ async def test_a_text_far_too_long_is_refused_before_it_is_encoded(
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="at least"):
         chat = [{"role": "user", "content": text}]
-        await tokenizer.encode_chat(chat, add_generation_prompt=True, variables={}, limit=512)
+        await tokenizer.encode_chat(chat, add_generation_prompt=True, variables={}, limit=512, owner="")
 
 
 # Runs that are one token, words, control characters that the real model's tokenizer drops, and its own special tokens.

@@ -1,4 +1,4 @@
-"""Grammars that wait for their compiler: whose turn it is, how many may wait, and who leaves."""
+"""Questions, here grammars, that wait for their process: whose turn it is, how many may wait, and who leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
-from cohort.services.gateway.text.grammar_queue import Answer, GrammarQueue
+from cohort.services.gateway.text.question_queue import Answer, QuestionQueue
 
 AGE = 1024
 
@@ -21,7 +21,7 @@ class Compiler:
     def __init__(self) -> None:
         self.asked: list[bytes] = []
         self.running: asyncio.Future[Answer] | None = None
-        self.queue = GrammarQueue(self._ask)
+        self.queue = QuestionQueue(self._ask, "grammars", lambda: bounds.BOUNDS.grammars_waiting)
 
     def _ask(self, question: bytes) -> asyncio.Future[Answer]:
         assert self.running is None, "two at a time"
@@ -146,7 +146,7 @@ async def test_who_leaves_frees_its_place_unless_others_share_it() -> None:
 
 
 async def test_a_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "BOUNDS", bounds.Bounds(grammar_wait_s=0.001))
+    monkeypatch.setattr(bounds, "BOUNDS", bounds.Bounds(turn_wait_s=0.001))
     compiler = Compiler()
     tasks = [asyncio.create_task(compiler.queue.ask("", each)) for each in (b"0", b"1")]
     for task in tasks:

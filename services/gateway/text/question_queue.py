@@ -1,11 +1,11 @@
-"""Grammars that wait for the one process that compiles them: bounded by key, in turn of the keys, small ones first.
+"""Questions that wait for a bounded process: grammars, chats. Bounded by key, in turn of the keys, small ones first.
 
-    turn      the key whose grammars have had the fewest bytes goes next (`FairQueue`); a key that is new goes at once
-    rank      within a key by size, and by arrival: a large grammar is passed by a bounded number of later ones
-    bound     grammars that wait of one key, and the time that a request waits; beyond: 429 with Retry-After
-    together  requests of a key with the same grammar have one place, which is free when all of them have gone
+    turn      the key whose questions have had the fewest bytes goes next (`FairQueue`); a key that is new goes at once
+    rank      within a key by size, and by arrival: a large one is passed by a bounded number of later ones
+    bound     questions that wait of one key, and the time that a request waits; beyond: 429 with Retry-After
+    together  requests of a key with the same question have one place, which is free when all of them have gone
 
-Owned by `grammar_process.py`, on the event loop.
+Owned by `grammar_process.py` and `template_process.py`, on the event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cohort.common.types import RequestId
 from cohort.services.gateway import bounds
 
 _AGE_BYTES = 1024
-"""Size by which a grammar must be smaller than another of its key, for each that arrived in between, to go first: one
+"""Size by which a question must be smaller than another of its key, for each that arrived in between, to go first: one
 of 64 KiB is passed by 64."""
 _RETRY_AFTER_S = 1.0
 
@@ -38,13 +38,16 @@ class _Place:
     requests: int = 0
 
 
-class GrammarQueue:
-    def __init__(self, ask: Callable[[bytes], asyncio.Future[Answer]]) -> None:
-        """`ask` begins to compile one grammar; it is called again when that has ended."""
+class QuestionQueue:
+    def __init__(self, ask: Callable[[bytes], asyncio.Future[Answer]], what: str, most: Callable[[], int]) -> None:
+        """`ask` begins one question; it is called again when that has ended. `what` the questions are, for messages;
+        `most`: of one key that wait."""
         self._ask = ask
+        self._what = what
+        self._most = most
         self._fair = FairQueue()
         self._places: dict[tuple[str, bytes], _Place] = {}
-        """Grammars that wait, and the one that is compiled."""
+        """Questions that wait, and the one under way."""
         self._waiting: dict[RequestId, _Place] = {}
         self._waiting_of: Counter[str] = Counter()
         self._arrived = 0
@@ -58,10 +61,10 @@ class GrammarQueue:
         place = self._places.get((owner, question)) or self._add(owner, question)
         place.requests += 1
         try:
-            async with asyncio.timeout(wait_s := bounds.BOUNDS.grammar_wait_s):
+            async with asyncio.timeout(wait_s := bounds.BOUNDS.turn_wait_s):
                 return await asyncio.shield(place.answer)
         except TimeoutError:
-            raise _busy(f"this request's was not compiled within {wait_s:g} s") from None
+            raise self._busy(f"this request's had no answer within {wait_s:g} s") from None
         finally:
             place.requests -= 1
             if not place.requests and self._fair.remove(place.name):
@@ -69,8 +72,8 @@ class GrammarQueue:
                 del self._places[owner, question]
 
     def _add(self, owner: str, question: bytes) -> _Place:
-        if (count := self._waiting_of[owner]) >= (most := bounds.BOUNDS.grammars_waiting):
-            raise _busy(f"{count} of this client's wait to be compiled, and at most {most} may")
+        if (count := self._waiting_of[owner]) >= (most := self._most()):
+            raise self._busy(f"{count} of this client's wait, and at most {most} may")
         self._arrived += 1
         name, size = str(self._arrived), max(1, len(question))
         place = _Place(owner, question, name, asyncio.get_running_loop().create_future())
@@ -83,7 +86,7 @@ class GrammarQueue:
     def _leave(self, place: _Place) -> None:
         del self._waiting[place.name]
         self._waiting_of[place.owner] -= 1
-        assert self._waiting_of[place.owner] >= 0, f"{self._waiting_of} grammars wait"
+        assert self._waiting_of[place.owner] >= 0, f"{self._waiting_of} {self._what} wait"
         if not self._waiting_of[place.owner]:
             del self._waiting_of[place.owner]
 
@@ -108,11 +111,10 @@ class GrammarQueue:
             place.answer.set_result(asked.result())
         self._begin()
 
-
-def _busy(why: str) -> RequestError:
-    return RequestError(
-        f"The server is busy with grammars: {why}. Please retry later.",
-        status=429,
-        type_="rate_limit_error",
-        retry_after_s=_RETRY_AFTER_S,
-    )
+    def _busy(self, why: str) -> RequestError:
+        return RequestError(
+            f"The server is busy with {self._what}: {why}. Please retry later.",
+            status=429,
+            type_="rate_limit_error",
+            retry_after_s=_RETRY_AFTER_S,
+        )

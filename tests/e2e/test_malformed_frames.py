@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 import re
 import time
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,8 +21,9 @@ import zmq
 from cohort.common import messages
 from cohort.common.codec import decode, encode
 from cohort.common.errors import WireError
-from cohort.common.messages import Registered
+from cohort.common.messages import Message, Registered
 from tests.e2e.pipeline import Pipeline
+from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -41,12 +44,29 @@ def frames() -> list[list[bytes]]:
         *([whole[:end]] for end in range(len(whole))),
         *([data] for data in wrong),
         *([msgspec.msgpack.encode({"type": tag})[:-1]] for tag in tags),
+        *([data] for data in mutations(rng, 150 if nightly() else 1)),
         [b"\x91" * 100_000],
         [b"\xc1" * (8 << 20)],
         [b"\xdd\xff\xff\xff\xff"],  # a list of 2**32 - 1 items
         [whole, whole],
         [whole] * 50,
     ]
+
+
+ODD = [None, True, -1, 2**63, 1e300, "", "x" * 300, b"\xff" * 9, [], [[None]], {}, {"type": "x"}, {"a": [None]}]
+
+
+def mutations(rng: random.Random, count: int) -> Iterator[bytes]:
+    """Yield every message as often, with odd values in its own fields, some bytes changed, or cut off: no messages."""
+    for kind in typing.get_args(Message):
+        for _ in range(count):
+            fields = {name: rng.choice(ODD) for name in kind.__struct_encode_fields__}
+            data = bytearray(msgspec.msgpack.encode({"type": kind.__struct_config__.tag, **fields}))
+            for _ in range(rng.randrange(3)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            del data[rng.choice([len(data), rng.randrange(len(data))]) :]
+            if data and not decodes(bytes(data)):
+                yield bytes(data)
 
 
 def decodes(data: bytes) -> bool:

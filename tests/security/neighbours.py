@@ -28,7 +28,7 @@ from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment,
 from cohort.services.simulator.core.cluster import profile_points
 from cohort.services.simulator.core.engine import plan_cost
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
-from tests.security.virtual_masks import VirtualMasks
+from tests.support.virtual_masks import VirtualMasks
 
 MODEL = "smollm2-135m"
 DEVICE = "cpu-2core"

@@ -184,6 +184,16 @@ COUNTED = {
     name: MESSAGES[name]
     for name in ("model", "messages", "system", "tools", "tool_choice", "output_config", "cache_control", "thinking")
 }
+TOKENIZED: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": None,
+    "messages": CHAT["messages"],
+    "tools": CHAT["tools"],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "add_generation_prompt": True,
+    "add_special_tokens": True,
+    "return_token_strs": True,
+}
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": COMPLETION}
 BODIES = {
     "/v1/completions": COMPLETION,
@@ -192,6 +202,8 @@ BODIES = {
     "/v1/responses": RESPONSE,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNTED,
+    "/tokenize": TOKENIZED,
+    "/detokenize": {"model": "tiny", "tokens": [7, 8]},
 }
 
 ODD: list[bytes] = [

@@ -31,6 +31,7 @@ from cohort.common.errors import ModelError, RequestError
 from cohort.services.gateway.text.template_process import TemplateLimits
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from cohort.services.launcher.models import gguf_folder
+from tests.examples import examples
 
 MEMORY_BYTES, CPU_S = 512 << 20, 20.0
 CPU = torch.device("cpu")
@@ -580,7 +581,7 @@ EDITS = st.lists(
     max_size=6,
 )
 CUT = st.one_of(st.none(), st.integers(0, 1 << 20))
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=examples(7.5), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def mutated(raw: bytes, edits: list[tuple[int, bytes]], cut: int | None) -> bytes:

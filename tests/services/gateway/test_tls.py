@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cohort.common.config import Config, GatewayConfig
 from cohort.common.errors import ConfigError
@@ -16,6 +19,7 @@ from cohort.services.launcher.options import add_arguments, overrides_of
 from cohort.services.launcher.plan import plan
 from cohort.services.launcher.processes.probe import answers_ok
 from tests.certificates import make_certificate
+from tests.examples import examples
 from tests.services.gateway.conftest import OpenSite
 
 
@@ -79,6 +83,72 @@ async def test_a_client_that_never_shakes_hands_does_not_keep_the_gateway(open_s
         async with site.session.get(f"https://localhost:{site.gateway.port}/health", ssl=trusting(cert)) as response:
             assert response.status == 200
     writer.close()  # the site has ended by now, within its own deadline of ten seconds
+
+
+def _client_hello() -> bytes:
+    outgoing = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()
+
+
+async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, trusted: ssl.SSLContext) -> None:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusted.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    while True:
+        try:
+            client.do_handshake()
+        except ssl.SSLWantReadError:
+            writer.write(outgoing.read())
+            incoming.write(await reader.read(65_536))
+        else:
+            writer.write(outgoing.read())
+            return
+
+
+EDITS = st.lists(st.tuples(st.integers(0, 2000), st.binary(min_size=1, max_size=9)), max_size=6)
+
+
+async def test_records_of_any_bytes_end_their_own_connection(open_site: OpenSite, tmp_path: Path) -> None:
+    """In place of a client's first message, changed or cut off, or after a whole handshake: other clients go on."""
+    cert, loop, hello, unhandled = (
+        make_certificate(tmp_path),
+        asyncio.get_running_loop(),
+        _client_hello(),
+        list[object](),
+    )
+    loop.set_exception_handler(lambda _, context: unhandled.append(context))
+    trusted = trusting(cert)
+
+    async def attack(port: int, edits: list[tuple[int, bytes]], cut: int, tail: bytes, shakes_hands: bool) -> None:
+        data = bytearray(hello)
+        for place, value in edits:
+            data[place % len(data) : place % len(data) + len(value)] = value
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            if shakes_hands:
+                await _shake_hands(reader, writer, trusted)
+            with suppress(OSError):
+                writer.write(bytes(data[: len(data) - cut % len(data)]) + tail)
+                await writer.drain()
+                await asyncio.wait_for(reader.read(65_536), 0.05)
+        except TimeoutError:
+            pass  # it waits for the rest
+        finally:
+            writer.close()
+
+    async with open_site(wait_ready=False, tls_cert=str(cert), tls_key=str(cert.with_suffix(".key"))) as site:
+
+        @settings(max_examples=examples(1.0), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(EDITS, st.just(0) | st.integers(0, 2000), st.binary(max_size=200), st.booleans())
+        def run(edits: list[tuple[int, bytes]], cut: int, tail: bytes, shakes_hands: bool) -> None:
+            attacked = attack(site.gateway.port, edits, cut, tail, shakes_hands)
+            asyncio.run_coroutine_threadsafe(attacked, loop).result(60)
+
+        await asyncio.to_thread(run)
+        async with site.session.get(f"https://localhost:{site.gateway.port}/health", ssl=trusted) as response:
+            assert response.status == 200
+    assert unhandled == []
 
 
 def test_the_launcher_takes_both_files_and_refuses_what_the_gateway_would(tmp_path: Path) -> None:

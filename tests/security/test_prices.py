@@ -356,7 +356,7 @@ async def bytes_before(texts: tuple[int, ...], own: int) -> int:
     tasks.append(asyncio.create_task(run(own, note)))
     while not tasks[-1].done():
         await asyncio.sleep(0)
-        assert budget.in_work <= MOST_BYTES and budget.waiting <= MOST_WAITING
+        assert budget.in_work <= MOST_BYTES and budget.waiting_of[""] <= MOST_WAITING
         for job, work in jobs[:1]:
             jobs.pop(0)
             work()

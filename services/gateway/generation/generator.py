@@ -353,7 +353,6 @@ class Generator:
                 add_generation_prompt=call.add_generation_prompt,
                 variables=call.template_variables,
                 limit=limit,
-                owner=owner,
             )
 
         if not call.truncates:

@@ -147,8 +147,8 @@ class Tokenizer:
         limit: int,
         owner: str,
     ) -> str:
-        """Return the messages, rendered in the turn of their owner. Raises `RequestError`, also when they are hopelessly
-        long."""
+        """Return the messages, rendered in the turn of their owner. Raises `RequestError`, also for hopelessly long
+        ones."""
         text = await self._renderer().render_soon(
             messages, add_generation_prompt=add_generation_prompt, variables=variables, owner=owner
         )

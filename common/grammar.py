@@ -22,9 +22,8 @@ from cohort.common.errors import CohortError, ModelError
 
 Words = npt.NDArray[np.int32]
 
-# A mask of a plain grammar costs 3 µs. These bound the costliest: half a second for a mask, 20 MB for a grammar. Beyond
-# them the library gives a grammar up with a message. A schema has 4 items in a row and 8 in a step for each optional
-# property, so that 1,200 fit. With 20,000 items in a step one mask may take ten seconds.
+# Beyond these the library gives a grammar up with a message. A mask of an ordinary schema costs 20 to 100 µs. A schema
+# has 4 items in a row and 8 in a step for each optional property, so that 1,000 fit, with masks of up to 20 ms.
 _LIMITS: dict[str, int] = {
     "max_items_in_row": 10_000,
     "initial_lexer_fuel": 500_000,
@@ -33,6 +32,12 @@ _LIMITS: dict[str, int] = {
     "max_lexer_states": 10_000,
     "max_grammar_size": 50_000,
 }
+# A grammar that a client wrote can make an item cost as much as it has rules (`s: a s | b s | …`, where s may be empty):
+# with the limits above one mask takes 11 s, and one token longer, which holds the interpreter's lock. These bound both
+# to 20 ms; GBNF's examples of C and JSON have sizes of 125 and 50.
+_WRITTEN_LIMITS = {**_LIMITS, "max_items_in_row": 500, "step_max_items": 1_000, "max_grammar_size": 1_000}
+_WRITTEN = '{"grammars":[{"name":"written"'
+"""First characters of the text of a grammar that a client wrote; no other one has them."""
 MASK_S = 0.005
 """Maximum processor time of an answer's masks, on average over `MASKS` of them. One of an ordinary schema takes
 0.05 ms; the first of a schema with 1,000 optional properties 5 ms, and eight of them 7 ms."""
@@ -123,7 +128,10 @@ class GrammarTokens:
                 self.tokens = llguidance.LLTokenizer(tokenizer, eos_token=[*end_tokens])
         except ValueError as error:
             raise ModelError(f"the model's tokenizer cannot be used with grammars: {error}") from error
-        self._limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)  # type: ignore[arg-type]
+        self._limits, self._written_limits = (
+            llguidance.LLParserLimits(verbose_errors=False, **limits)  # type: ignore[arg-type]
+            for limits in (_LIMITS, _WRITTEN_LIMITS)
+        )
 
     @staticmethod
     def of_model(folder: Path, end_tokens: Sequence[int], vocabulary: int = 0) -> GrammarTokens:
@@ -140,7 +148,8 @@ class GrammarTokens:
 
     def compile(self, grammar: str) -> Matcher:
         """Compile a grammar. Raises `GrammarError`. The interpreter's lock is free meanwhile."""
-        matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=self._limits)
+        limits = self._written_limits if grammar.startswith(_WRITTEN) else self._limits
+        matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(plain_message(matcher.get_error()))
         return Matcher(matcher)
@@ -184,7 +193,8 @@ def of_grammar(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return of_lark(any_to_lark(text))
+        written = {"name": "written", "lark_grammar": any_to_lark(text)}
+        return json.dumps({"grammars": [written]}, separators=(",", ":"))
     except Exception as error:  # the converter raises bare ones
         raise GrammarError(f"neither Lark nor GBNF: {plain_message(str(error))}") from error
 

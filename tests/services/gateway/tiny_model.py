@@ -127,3 +127,9 @@ def write_model(
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+def costly(rules: int, start: str = 'start: (s "x")*') -> str:
+    """Return a grammar whose masks take 80 ms with 200 rules, and a second with 700, in a few kilobytes."""
+    alternatives = " | ".join(f"n{rule} s" for rule in range(rules))
+    return f"{start}\ns: {alternatives} |\n" + "".join(f'n{rule}: "q" | "z"\n' for rule in range(rules))

@@ -25,7 +25,7 @@ from cohort.common.engine.step.sampler import sample
 from cohort.common.grammar import GrammarError, GrammarTokens
 from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
 from tests.examples import examples
-from tests.services.gateway.tiny_model import EOS, byte_level
+from tests.services.gateway.tiny_model import EOS, byte_level, costly
 
 TOKENIZER = byte_level()
 END = TOKENIZER.token_to_id(EOS)
@@ -275,6 +275,23 @@ def test_hostile_grammars_are_errors() -> None:
         matcher = TOKENS.compile(grammar.of_json_schema(wide))
         matcher.take(TOKENS.tokens.tokenize_str("{"))
         matcher.mask(np.zeros(TOKENS.words, dtype=np.int32))
+
+
+def test_a_written_grammar_whose_items_are_costly_is_given_up_before_it_has_computed_many() -> None:
+    """However it hides them behind a first token, which the gateway's check does not take."""
+    for rules in (100, 240):
+        text = grammar.of_grammar(costly(rules, 'start: "a" | "b" (s "x")*'))
+        engine, inputs = masks(), GrammarInputs(text)
+        row = SamplingRow(0, 0, grammar=inputs)
+        first = ready(engine, [row])
+        assert first is not None and not first.failures
+        inputs.output.extend(TOKENIZER.encode("b").ids)
+        found = ready(engine, [row])
+        assert found is not None and found.failures
+        assert "limit 1000" in found.failures[0] or "max is 500" in found.failures[0]
+    with pytest.raises(GrammarError, match="limit for this grammar: 1000"):
+        TOKENS.compile(grammar.of_grammar(costly(300)))
+    assert TOKENS.compile(grammar.of_lark(costly(300))), "those of the gateway's own are as large as their schemas"
 
 
 class Ticks:

@@ -32,9 +32,9 @@ _LIMITS: dict[str, int] = {
     "max_lexer_states": 10_000,
     "max_grammar_size": 50_000,
 }
-# A grammar that a client wrote can make an item cost as much as it has rules (`s: a s | b s | …`, where s may be empty):
-# with the limits above one mask takes 11 s, and one token longer, which holds the interpreter's lock. These bound both
-# to 20 ms; GBNF's examples of C and JSON have sizes of 125 and 50.
+# A client's grammar can make an item cost as much as it has rules (`s: a s | b s | …`, where s may be empty): with the
+# limits above one mask takes 11 s, and one token longer, which holds the interpreter's lock. These bound both to 20 ms;
+# GBNF's examples of C and JSON have sizes of 125 and 50.
 _WRITTEN_LIMITS = {**_LIMITS, "max_items_in_row": 500, "step_max_items": 1_000, "max_grammar_size": 1_000}
 _WRITTEN = '{"grammars":[{"name":"written"'
 """First characters of the text of a grammar that a client wrote; no other one has them."""

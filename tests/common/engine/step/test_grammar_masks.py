@@ -375,7 +375,8 @@ def test_a_step_computes_what_its_account_has_time_for_and_a_helper_the_rest(mon
 
 
 def test_the_helper_computes_a_cheap_mask_before_costly_ones_that_came_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    dear, cheap, computed, go = grammar.of_regex("[ab]{40}"), grammar.of_regex("[ac]{40}"), list[str](), threading.Event()
+    dear, cheap = grammar.of_regex("[ab]{40}"), grammar.of_regex("[ac]{40}")
+    computed, go = list[str](), threading.Event()
     engine = _compiled(masks(), dear, cheap)
     for text, slowest_s in ((dear, 0.03), (cheap, 0.011)):
         engine._begin(text).result().slowest_s = slowest_s

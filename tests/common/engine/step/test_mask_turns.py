@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -24,7 +25,7 @@ class Thread:
         self.begun: list[str] = []
         self.waiting = 0
 
-    def add(self, grammar: str, cost_s: float, meanwhile: Callable[[], None] = lambda: None) -> Future[Mask]:
+    def add(self, grammar: str, cost_s: float, meanwhile: Callable[[], object] = int) -> Future[Mask]:
         """`meanwhile`: what happens while it is computed."""
         self.waiting += 1
 
@@ -47,8 +48,9 @@ def test_a_cheap_mask_passes_all_costly_ones_but_the_one_that_is_computed() -> N
     """128 choices of one request, and 40 requests with a grammar each."""
     for grammars in (["dear"] * 128, [f"dear{index}" for index in range(40)]):
         thread = Thread()
-        for index, grammar in enumerate(grammars):
-            thread.add(grammar, 0.04, (lambda: thread.add("plain", 0.0001) and None) if index == 0 else lambda: None)
+        thread.add(grammars[0], 0.04, partial(thread.add, "plain", 0.0001))
+        for grammar in grammars[1:]:
+            thread.add(grammar, 0.04)
         thread.run()
         assert thread.begun.index("plain") == 1 and len(thread.begun) == len(grammars) + 1
 
@@ -66,23 +68,21 @@ def test_a_cheap_mask_waits_for_one_costly_one_beside_the_one_that_is_computed(
     thread, random, due = Thread(), Random(seed), deque(sorted(plain))
     waits: list[int] = []
 
+    def count(since: int) -> None:
+        waits.append(sum(not grammar.startswith("plain") for grammar in thread.begun[since:]))
+
     def follow(grammar: str, cost_s: float) -> None:
         if len(thread.begun) < 150 and random.random() < 0.9:
-            thread.add(grammar, cost_s, lambda: follow(grammar, cost_s))
+            thread.add(grammar, cost_s, partial(follow, grammar, cost_s))
         while due and due[0] <= len(thread.begun):
             due.popleft()
-            since = len(thread.begun)
-            thread.add(f"plain{len(due) % 3}", 0.00005, lambda: waits.append(costly(thread.begun[since:])))
+            thread.add(f"plain{len(due) % 3}", 0.00005, partial(count, len(thread.begun)))
 
     for index, cost_s in enumerate(costs):
         for _ in range(choices):
-            thread.add(f"{index}", cost_s, lambda index=index, cost_s=cost_s: follow(f"{index}", cost_s))
+            thread.add(f"{index}", cost_s, partial(follow, f"{index}", cost_s))
     thread.run()
     assert not waits or max(waits) <= 1
-
-
-def costly(begun: list[str]) -> int:
-    return sum(not grammar.startswith("plain") for grammar in begun)
 
 
 @given(st.lists(st.sampled_from([0.0001, 0.001, 0.01, 0.04]), min_size=2, max_size=12), st.integers(0, 2**32))
@@ -93,10 +93,10 @@ def test_grammars_that_wait_all_the_time_have_equal_shares(costs: list[float], s
 
     def follow(index: int) -> None:
         had[index] += costs[index]
-        thread.add(f"{index}", costs[index], lambda: follow(index))
+        thread.add(f"{index}", costs[index], partial(follow, index))
 
     for index in [*random.sample(range(len(costs)), len(costs)), *had]:  # one waits while another is computed
-        thread.add(f"{index}", costs[index], lambda index=index: follow(index))
+        thread.add(f"{index}", costs[index], partial(follow, index))
     for _ in range(40):
         thread.run(most=50)
         assert max(had.values()) - min(had.values()) <= 2 * max(costs) + 1e-9
@@ -126,7 +126,7 @@ def test_masks_of_one_grammar_go_in_the_order_of_their_arrival_and_a_failure_is_
             raise ValueError("no mask")
         return np.array([number], dtype=np.int32), 0.0
 
-    masks = [turns.add("same", 1.0 / (1 + number), lambda number=number: compute(number)) for number in range(3)]
+    masks = [turns.add("same", 1.0 / (1 + number), partial(compute, number)) for number in range(3)]
     for _ in masks:
         turns.compute_next()
     assert order == [0, 1, 2] and masks[2].result()[0].tolist() == [2]

@@ -27,6 +27,7 @@ COMMANDS = {
     "host-time": (f"{_ROOT}.engine.host_time_command", "the host's part of a decode step, by rows"),
     "token-cost": (f"{_ROOT}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
     "mixed-lengths": (f"{_ROOT}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
+    "neighbours": (f"{_ROOT}.live.neighbours", "a polite client beside the heaviest legal requests"),
     "links": (f"{_ROOT}.links", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_ROOT}.decisions.command", "what one decision of a policy costs"),
     "gpu-check": (f"{_ROOT}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),

@@ -131,7 +131,7 @@ class VirtualMasks(GrammarMasks):
     def _times(self) -> tuple[float, float]:
         return self._clock(), self._clock()
 
-    def _wait(self, late: Tokens) -> None:
+    def _wait(self, late: Tokens[GrammarInputs | None]) -> None:
         self._waited_s += max(0.0, self._left_s)
         self._go_on(max(0.0, self._left_s))
         self._left_s = 0.0

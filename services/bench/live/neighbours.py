@@ -59,7 +59,7 @@ def heaviest(context: int, random: Random) -> dict[str, Heavy]:
         "prompts": Heavy(COMPLETIONS, {"prompt": long, "max_tokens": 8}, at_once=4),
         "scores": Heavy(COMPLETIONS, {"prompt": long, "max_tokens": 1, "echo": True, "logprobs": 20}),
         "masks": Heavy(COMPLETIONS, {**many, "max_tokens": answer // 2, "ignore_eos": False, "guided_json": _SCHEMA}),
-        "texts": Heavy("/tokenize", {"prompt": "sea " * 2 * context, "return_token_strs": True}, at_once=8),
+        "texts": Heavy("/tokenize", {"prompt": "sea " * 3 * context, "return_token_strs": True}, at_once=8),
     }
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from cohort.common.http.ports import free_port
+from cohort.kernels.cpu import native
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Document
 from tests.examples import nightly
 
@@ -48,3 +49,15 @@ def test_the_whole_table(tmp_path: Path, preset: str) -> None:
     ]
     assert all(run.requests == run.verdicts["right"] + run.verdicts["cut"] >= 800 for run in found.runs)
     assert all(not run.verdicts["cut"] for run in found.runs if run.broken != "gateway")
+
+
+@on_many_requests
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixed_streams_that_all_resume_lose_nothing_of_a_census(tmp_path: Path, dtype: str) -> None:
+    if dtype == "bfloat16" and not native.operators().panels_multiply_bf16():
+        pytest.skip("without products of bfloat16 torch multiplies: another text is no defect")
+    broken = ("gateway", "decode-0+prefill-0", "stop:decode-0")
+    words = ("--census", "--set", f"model.dtype={dtype}", "--clients", "24", "--requests", "2", "--kill", *broken)
+    found = chaos(tmp_path, *words, timeout_s=900.0)
+    assert [run.broken for run in found.runs] == [UNDISTURBED, *broken]
+    assert all(run.requests == run.verdicts["right"] >= 48 for run in found.runs)

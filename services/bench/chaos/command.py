@@ -58,7 +58,7 @@ from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.output import check_output, publish_json
 
 KINDS = ("gateway", "predictor", "manager", "monitor", "prefill", "decode", "unified")
-_TABLE_RESUME_S = 60.0
+_TABLE_RESUME_S = 120.0
 _TABLE_DRAIN_S = 30.0
 _SOAK_DRAIN_S = 5.0
 TINY = "tiny"

@@ -23,7 +23,8 @@ happens. So the link polls: in every turn of the loop while something moves, at 
 seldom otherwise.
 
 How a transfer ends. Releasing a READ under way makes NIXL forget it, not stop it: its state then reads "done". If one
-does not end within SETTLE_S, the whole agent is closed and replaced, so that nothing writes through it. A sender asks
+does not end within SETTLE_S, the whole agent is closed and replaced, so that nothing writes through it. Over TCP, where
+UCX answers a READ by messages, it aborts a sender that was stopped amid an answer and goes on after that. A sender asks
 (WITHDRAW) whether its memory is still read; a copy then stays with the link, any other buffer is stranded until the
 peer answers, dies or is forgotten. The kernel reports a dead peer on this host (`peer_process`); for others deadlines
 do.

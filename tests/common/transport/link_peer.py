@@ -92,6 +92,9 @@ class Peer:
                     "rebuilt": getattr(self.link, "rebuilt", 0),
                     "stranded": getattr(self.link, "stranded", 0),
                     "receiving": receives(self.link),
+                    "reads": sum(1 for each in getattr(self.link, "_receiving", {}).values() if each.read)
+                    if self.link.name == "nixl"
+                    else 0,
                 }
             case "cpu":
                 start_s = time.process_time()

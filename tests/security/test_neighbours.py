@@ -38,13 +38,14 @@ def attack(
     prompt: int, n: int = 1, *, max_tokens: int = 64, scored: bool = False, logprobs: int = -1, times: int = 1
 ) -> Attack:
     """`times`: as many such requests, one every 0.6 s."""
-    tokens = {"max_tokens": max_tokens, "scored": scored, "logprobs": 20 if scored else logprobs}
+    logprobs = 20 if scored else logprobs
 
     def arrivals(random: Random, config: Config) -> list[tuple[float, list[StartSegment]]]:
         found = []
         for number in range(times):
             name, at_s = f"attack-{number}", ATTACK_S + 0.6 * number
-            found.append((at_s, choices(name, ids(random, prompt), n, at_s=at_s, config=config, **tokens)))
+            options = {"max_tokens": max_tokens, "logprobs": logprobs, "at_s": at_s, "config": config}
+            found.append((at_s, choices(name, ids(random, prompt), n, scored=scored, **options)))
         return found
 
     return arrivals

@@ -86,7 +86,7 @@ class Crowd:
         data = json.dumps(body).encode()
         try:
             reader = self._generator.parser
-            call = await reader.read(data, lambda body: reader.completion(body, {}), chat=False)
+            call = await reader.read(data, lambda body: reader.completion(body, {}))
             answering = await self._generator.begin(call, len(data), Caller("", "", 0.0))
         except RequestError as error:
             self.refused[error.status] += 1

@@ -242,8 +242,8 @@ class GatewayMachine:
     def handle(self, now_s: float, *events: GatewayEvent) -> list[GatewayEffect]:
         """See `Machine.handle`. If a defect raises in the middle, the effects so far come with the next call."""
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
-        if (stalled_s := own_stall_s(now_s, self._now_s, self._wake_s, _LATE_S)) > 0.0:
-            self.link.excuse(stalled_s)
+        if now_s - self._now_s > _LATE_S:
+            self.link.excuse(own_stall_s(now_s, self._now_s, self._wake_s, _LATE_S))
         self._now_s = now_s
         for event in events:
             match event:

@@ -130,8 +130,8 @@ class ManagerMachine:
         """See `Machine.handle`. Raises `InvariantViolated` for a message that is not to a manager."""
         schedule = load_due = False
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
-        if (stalled_s := own_stall_s(now_s, self._now_s, self._requested_wake_s, _LATE_S)) > 0.0:
-            self._roster.excuse(stalled_s)
+        if now_s - self._now_s > _LATE_S:
+            self._roster.excuse(own_stall_s(now_s, self._now_s, self._requested_wake_s, _LATE_S))
         self._now_s = now_s
         for event in events:
             match event:

@@ -21,8 +21,7 @@ from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.parsing import check_model, decode, read_messages
 from cohort.services.gateway.requests.tools import as_prompted, prompted
-from cohort.services.gateway.text.text_budget import byte_length
-from cohort.services.gateway.text.tokenizer import PromptTooLong, Tokenizer
+from cohort.services.gateway.text.tokenizer import PromptTooLong, Tokenizer, byte_length
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
 CONTEXTS = 4
@@ -93,7 +92,7 @@ class TokenApi:
                 owner = self._owner(request)
                 text = await self._text(body, owner)
                 work = partial(self._tokenized, body, text)
-                return _json(await self._tokenizer.texts.run(byte_length(text), work, owner))
+                return _json(await self._tokenizer.within_budget(byte_length(text), work, owner))
             except UnicodeEncodeError as error:
                 raise RequestError("The text contains an unpaired surrogate, which is no character.") from error
             except PromptTooLong as error:
@@ -111,7 +110,7 @@ class TokenApi:
         def work() -> bytes:
             return _encode(Detokenized(self._tokenizer.decode(tokens, skip_special=False)))
 
-        return _json(await self._tokenizer.texts.run(len(tokens) * _ID_BYTES, work, self._owner(request)))
+        return _json(await self._tokenizer.within_budget(len(tokens) * _ID_BYTES, work, self._owner(request)))
 
     def _owner(self, request: web.Request) -> str:
         return self._owners.queue_owner(request[OWNER])

@@ -2,7 +2,7 @@
 
 A client's schema of a few kilobytes may take minutes to compile or overflow the stack. Here that ends a bounded process
 (`bounded_process.py`) and becomes a 400 that names the field. Workers compile a grammar that passes again, by the same
-library and limits (`common/grammar.py`). They are compiled one after the other (`question_queue.py`), and what passed
+library and limits (`common/grammar.py`). They are compiled one after the other (`QuestionQueue`), and what passed
 lately not again.
 
 Called by `generator.py`; the process starts with the first grammar.
@@ -31,11 +31,11 @@ from cohort.services.gateway.text.bounded_process import (
     BoundedProcess,
     Ended,
     Limits,
+    QuestionQueue,
     Work,
     serve,
     short,
 )
-from cohort.services.gateway.text.question_queue import QuestionQueue
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 

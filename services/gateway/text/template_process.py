@@ -4,7 +4,7 @@ Jinja's sandbox does not keep a template from looping for ever, nor from 'a' * 1
 (`bounded_process.py`) does. Compilation is inside the limits, because jinja computes constants then.
 
 Time, memory and output are bounded, and the event loop runs no line of a template. Chats wait in turn of their keys
-(`question_queue.py`); short chats have one process and long ones another. Called by `tokenizer.py`.
+(`QuestionQueue`); short chats have one process and long ones another. Called by `tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cohort.services.gateway.text.bounded_process import (
     BoundedProcess,
     Ended,
     Limits,
+    QuestionQueue,
     Work,
     serve,
     short,
 )
 from cohort.services.gateway.text.chat_template import ChatTemplate
-from cohort.services.gateway.text.question_queue import QuestionQueue
 
 _SHORT_BYTES = 8192
 """Size of messages, as JSON, that count as short."""

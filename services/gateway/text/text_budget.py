@@ -1,6 +1,6 @@
 """Bounds the text that is in work at once: tokenised, or built from tokens.
 
-    up to INLINE_BYTES   on the event loop
+    up to INLINE_BYTES   on the event loop, without coming here
     up to THREAD_BYTES   in a thread
     beyond               in threads of its own, within MOST_BYTES, in turn of the keys: the one whose texts have had the
                          fewest bytes goes next (`FairQueue`); 429 when more than MOST_WAITING of a key would wait
@@ -65,8 +65,6 @@ class TextBudget:
 
     async def run(self, size: int, work: Callable[[], T], owner: str = "") -> T:
         """Run `work` on `size` bytes of text. Raises a 429 `RequestError` while too much of the owner's waits."""
-        if size <= INLINE_BYTES:
-            return work()
         if size <= THREAD_BYTES:
             return await asyncio.to_thread(work)
         size = min(size, MOST_BYTES)
@@ -137,10 +135,6 @@ class TextBudget:
         assert self.waiting_of[turn.owner] >= 0, self.waiting_of
         if not self.waiting_of[turn.owner]:
             del self.waiting_of[turn.owner]
-
-
-def byte_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _trim() -> None:

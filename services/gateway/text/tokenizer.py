@@ -31,9 +31,10 @@ import tokenizers
 
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.json_files import read_json_object
+from cohort.services.gateway.text import text_budget
 from cohort.services.gateway.text.chat_template import load_template_source
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
-from cohort.services.gateway.text.text_budget import TextBudget, byte_length
+from cohort.services.gateway.text.text_budget import TextBudget
 
 Messages = Sequence[Mapping[str, Any]]
 M = TypeVar("M", bound=Mapping[str, Any])
@@ -44,6 +45,8 @@ MAX_HELD_TOKENS = 8
 CONTEXT_TOKENS = 5
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+T = TypeVar("T")
 
 
 class PromptTooLong(RequestError):
@@ -120,7 +123,11 @@ class Tokenizer:
         def work() -> list[list[int]]:
             return [self.encode(text, special_tokens=special_tokens) for text in texts]
 
-        return await self.texts.run(sum(map(byte_length, texts)), work, owner)
+        return await self.within_budget(sum(map(byte_length, texts)), work, owner)
+
+    async def within_budget(self, size: int, work: Callable[[], T], owner: str) -> T:
+        """Run `work` on `size` bytes of text: at once if it is short, else as `TextBudget.run`."""
+        return work() if size <= text_budget.INLINE_BYTES else await self.texts.run(size, work, owner)
 
     def warm(self) -> None:
         """Start what the first chat needs. Raises `ModelError` when the chat template cannot be compiled."""
@@ -161,7 +168,7 @@ class Tokenizer:
         """Return the tokens of a chat, rendered as by `render_soon`. None are added: its template writes the special
         tokens itself."""
         text = await self.render_soon(messages, owner=owner, **rendering)
-        return await self.texts.run(byte_length(text), partial(self.encode, text, special_tokens=False), owner)
+        return await self.within_budget(byte_length(text), partial(self.encode, text, special_tokens=False), owner)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
@@ -178,6 +185,10 @@ class Tokenizer:
     def piece(self, token_id: int) -> str | None:
         """Return the vocabulary's own spelling of a token; None for an id that does not exist."""
         return self._backend.id_to_token(token_id)
+
+
+def byte_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _from_json(model_dir: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
-from cohort.services.gateway.text.question_queue import Answer, QuestionQueue
+from cohort.services.gateway.text.bounded_process import Answer, QuestionQueue
 
 AGE = 1024
 

@@ -112,9 +112,11 @@ class Run:
 
 
 class VirtualWorker:
-    """`learned`: the scheduler starts from a profile of this machine, as after its first minutes."""
+    """`learned`: the scheduler starts from a profile of this machine, as after its first minutes. `slowness`: how many
+    times as long as the profile says its steps take, as beside other programs."""
 
-    def __init__(self, config: Config, *, learned: bool = True) -> None:
+    def __init__(self, config: Config, *, learned: bool = True, slowness: float = 1.0) -> None:
+        self._slowness = slowness
         model, cluster = load_model(MODEL), load_cluster(DEVICE)
         self._cost = CostModel(model, cluster.device, cluster.stack)
         self._geometry = model.kv_geometry(config.kv.block_size)
@@ -184,6 +186,7 @@ class VirtualWorker:
         scored = sum(row.count for row in plan.rows if row.sequence.scores_prompt)
         scored += sum(row.count == 1 and row.sequence.request.sampling.logprobs >= 0 for row in plan.rows)
         forward_s = self._cost.step_s(plan_cost(plan, self._geometry).work) + scored * SCORED_POSITION_S
+        forward_s *= self._slowness
         if not plan.has_grammars:
             return forward_s, NO_MASKS
         masks, more_s = self.masks.step(plan, forward_s)

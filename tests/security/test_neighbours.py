@@ -74,7 +74,9 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def runs(preset: str, name: str | None, *, learned: bool = True, traffic_class: str = "rt") -> list[Run]:
+def runs(
+    preset: str, name: str | None, *, learned: bool = True, slowness: float = 1.0, traffic_class: str = "rt"
+) -> list[Run]:
     found = []
     for shift in range(SHIFTS):
         random, config = Random(shift), load_config(preset=preset)
@@ -90,7 +92,7 @@ def runs(preset: str, name: str | None, *, learned: bool = True, traffic_class: 
                 traffic_class=traffic_class,
             )
             arrivals.append((at_s, [plain]))
-        found.append(VirtualWorker(config, learned=learned).run(arrivals, until="plain"))
+        found.append(VirtualWorker(config, learned=learned, slowness=slowness).run(arrivals, until="plain"))
     return found
 
 
@@ -115,6 +117,13 @@ def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: 
     alone_first_s, alone_gap_s = worst(runs("cohort", None, learned=learned))
     assert first_s - alone_first_s <= (DELAY_S if learned else UNKNOWN_DELAY_S)
     assert gap_s - alone_gap_s <= (DELAY_S if learned or name != AGAIN else UNKNOWN_DELAY_S)
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "unknown machine"])
+def test_where_choices_take_longer_than_their_ttft_a_neighbour_waits_for_two_iterations(learned: bool) -> None:
+    """Not for as many of them as leave it its own TTFT."""
+    found = runs("cohort", AGAIN, learned=learned, slowness=4.0)
+    assert worst(found)[0] <= 2 * max(max(run.steps_s) for run in found)
 
 
 def test_as_many_choices_as_one_request_may_have_never_take_all_rows() -> None:

@@ -1,7 +1,8 @@
 """Which waiting prompts are computed in time, where not all can be: as many as possible, short ones first.
 
     prompts with due time and seconds of work ─▶ the most that can be kept (Moore, Hodgson 1968): by due time, and
-                                                 where one would be late, the longest so far is left out
+                                                 where one would be late, the longest so far is left out; one of many
+                                                 choices is as long as all of them
                                               ─▶ their order (Smith 1956): last the longest that is in time at the end,
                                                  before it the longest that is in time then, and so on
 
@@ -18,8 +19,10 @@ Job = tuple[float, float]
 """Due time, and seconds of work (`cheapest_in_time`: cost)."""
 
 
-def most_in_time(jobs: Items[Job], start_s: float) -> tuple[list[int], list[int]]:
-    """Choose jobs to be done in time from `start_s` on. Return indices of those kept, in order, and of the others."""
+def most_in_time(jobs: Items[Job], start_s: float, sizes: Items[float] = ()) -> tuple[list[int], list[int]]:
+    """Choose jobs to be done in time from `start_s` on. Return indices of those kept, in order, and of the others.
+    `sizes`: by which the largest is left out, in place of the work; then more may be left out than have to."""
+    sizes = sizes or [work_s for _, work_s in jobs]
     by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
     at_s = start_s
     accepted: list[tuple[float, int]] = []
@@ -27,11 +30,11 @@ def most_in_time(jobs: Items[Job], start_s: float) -> tuple[list[int], list[int]
     for index in by_due:
         due_s, work_s = jobs[index]
         at_s += work_s
-        heapq.heappush(accepted, (-work_s, index))
-        if at_s > due_s:
-            longest_s, longest = heapq.heappop(accepted)
-            at_s += longest_s
-            excluded.append(longest)
+        heapq.heappush(accepted, (-sizes[index], index))
+        while at_s > due_s and accepted:
+            _, largest = heapq.heappop(accepted)
+            at_s -= jobs[largest][1]
+            excluded.append(largest)
     chosen = {index for _, index in accepted}
     return _shortest_in_time(jobs, [index for index in by_due if index in chosen], at_s), excluded
 

@@ -1,7 +1,7 @@
 """Which prompt is computed next: the order that decides how many requests keep their promises.
 
-    real-time ┬ can still make its first token ── as many as possible in time, of these the shortest first, and a
-              │                                   choice is as long as all of its request
+    real-time ┬ can still make its first token ── as many as possible in time, of these the shortest first, and one
+              │                                   of many choices is as long as all, and last
               │                                   (or all of them shortest first, or earliest due)
               └ cannot any more ──────────────── by due time, behind all that can
     best-effort ──────────────────────────────── behind all real-time ones, as they came
@@ -25,6 +25,7 @@ from typing import Literal
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.feasible_set import cheapest_in_time, most_in_time
 from cohort.common.policies.cohort.promise import due_s, is_interrupted
+from cohort.common.policies.cohort.row_sharing import is_one_of_many
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
@@ -258,11 +259,19 @@ class PromptPlan(Iterator[Sequence]):
             self._at_s += len(chosen) * self._row_s
             return
         works_s = [sequence.uncomputed * self._token_s for sequence in some]
-        chosen, rest = most_in_time([(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)], self._at_s)
-        chosen.sort(key=lambda index: works_s[index] * some[index].request.choices > (self._quick_s or 0.0))
+        jobs = [(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)]
+        sizes_s = [work_s * s.request.choices for s, work_s in zip(some, works_s, strict=True)]
+        chosen, rest = most_in_time(jobs, self._at_s, sizes_s)
+        chosen.sort(key=lambda index: self._turn(some[index], sizes_s[index]))
         self._planned = [some[index] for index in (*chosen, *sorted(rest))]
         self._planned.reverse()
         self._at_s += sum([some[index].uncomputed for index in chosen]) * self._token_s
+
+    def _turn(self, sequence: Sequence, size_s: float) -> int:
+        """Return 0 for quick prompts, 2 for those of many choices. `size_s`: work of all choices."""
+        if size_s <= (self._quick_s or 0.0):
+            return 0
+        return 2 if is_one_of_many(sequence) else 1
 
 
 def _group(ranked: list[_Entry], at: int) -> tuple[RankKey, int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.cohort import prompt_order
-from cohort.common.policies.cohort.feasible_set import most_in_time
+from cohort.common.policies.cohort.feasible_set import Job, most_in_time
 from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.sequence import Sequence
@@ -230,9 +230,9 @@ def test_where_rows_lack_the_longest_response_is_left_out_and_the_others_go_by_d
 def test_a_plan_looks_at_what_is_asked_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
 
-    def counted(jobs: list[tuple[float, float]], start_s: float) -> tuple[list[int], list[int]]:
+    def counted(jobs: list[Job], start_s: float, sizes: list[float]) -> tuple[list[int], list[int]]:
         looked.append(len(jobs))
-        return most_in_time(jobs, start_s)
+        return most_in_time(jobs, start_s, sizes)
 
     monkeypatch.setattr(prompt_order, "most_in_time", counted)
     queue = PromptQueue(PromptOrder(first="most_in_time"))

@@ -64,7 +64,7 @@ of 64 KiB is passed by 64."""
 _RETRY_AFTER_S = 1.0
 
 Answer = tuple[bytes, bytes]
-"""Its kind (`ANSWER`, `REFUSED`), and what it is."""
+"""Kind of answer (`ANSWER`, `REFUSED`), and what it is."""
 Work = Callable[[bytes], Answer]
 
 

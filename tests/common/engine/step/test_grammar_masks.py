@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -393,7 +394,7 @@ def test_the_helper_computes_a_cheap_mask_before_costly_ones_that_came_earlier(m
     late = engine.of([*rows, SamplingRow(0, 0)])
     go.set()
     assert late is not None and late.late == set(range(21))
-    ready(engine, rows)
+    wait([row.grammar.answer.mask for row in rows if row.grammar is not None], timeout=60.0)
     assert computed == [cheap, *[dear] * 20]
 
 

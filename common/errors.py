@@ -52,6 +52,11 @@ class RequestError(CohortError):
         return f"RequestError({self.status} {self.type_}: {self.message})"
 
 
+def busy(message: str, retry_after_s: float) -> RequestError:
+    """Return the refusal (429) of a request that could be served later."""
+    return RequestError(message, status=429, type_="rate_limit_error", retry_after_s=retry_after_s)
+
+
 class WireError(CohortError):
     """Bytes that are not a message of ours, or a message to the wrong receiver."""
 

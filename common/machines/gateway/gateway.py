@@ -20,7 +20,7 @@ from typing import assert_never
 import msgspec
 
 from cohort.common.config import Config
-from cohort.common.errors import RequestError
+from cohort.common.errors import busy
 from cohort.common.machines.effects import (
     Admitted,
     Deliver,
@@ -297,12 +297,7 @@ class GatewayMachine:
         if self.draining:
             error = unavailable("This server is shutting down.", self._settings.drain_s)
         elif refusal is not None:
-            error = RequestError(
-                f"The server is busy: {refusal.reason}. Please retry later.",
-                status=429,
-                type_="rate_limit_error",
-                retry_after_s=refusal.retry_after_s,
-            )
+            error = busy(f"The server is busy: {refusal.reason}. Please retry later.", refusal.retry_after_s)
         else:
             entries: list[Entry] = []
             self._effects.append(Admitted(offer_id, entries))

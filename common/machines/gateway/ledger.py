@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cohort.common.errors import InvariantViolated, RequestError
+from cohort.common.errors import InvariantViolated, RequestError, busy
 from cohort.common.machines.effects import Deliver, Fail
 from cohort.common.machines.entry import Entry, State
 from cohort.common.messages import Placed, Refused, StageTimes, TokenUpdate
@@ -441,7 +441,7 @@ def _refusal(entry: Entry, message: Refused) -> RequestError:
         )
     if status == 429:
         retry_after_s = min(MAX_RETRY_S, max(MIN_RETRY_S, message.retry_after_s))
-        return RequestError(reason, status=status, type_="rate_limit_error", retry_after_s=retry_after_s)
+        return busy(reason, retry_after_s)
     kind = "invalid_request_error" if 400 <= status < 500 else "service_unavailable_error"
     return RequestError(reason, status=status, type_=kind)
 

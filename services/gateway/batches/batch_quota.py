@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from cohort.common.errors import RequestError
+from cohort.common.errors import RequestError, busy
 from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_store import BatchStore, Usage
 
@@ -29,9 +29,9 @@ class Quota:
         if usage.owner_files + usage.owner_uploads >= (most := bounds.BOUNDS.files):
             _full(f"You have {most} files here, the most there may be; delete some first.")
         if usage.uploads >= self._uploads:
-            _busy(f"{self._uploads} files are being uploaded{self._of_all}.", RETRY_UPLOAD_S)
+            raise busy(f"{self._uploads} files are being uploaded{self._of_all}.", RETRY_UPLOAD_S)
         if usage.owner_uploads >= (most := self._of(self._uploads)):
-            _busy(f"keys.owner_share: {most} files of yours are being uploaded.", RETRY_UPLOAD_S)
+            raise busy(f"keys.owner_share: {most} files of yours are being uploaded.", RETRY_UPLOAD_S)
         self._check_bytes(usage, announced)
         store.reserve(file_id, owner, 0)
 
@@ -45,9 +45,11 @@ class Quota:
         """Raise `RequestError` 429 or 507 if there is no room for a batch."""
         everyone, own = store.unfinished_count(owner)
         if everyone >= (most := bounds.BOUNDS.unfinished_batches):
-            _busy(f"{most} batches have not ended yet; retry when one has.", RETRY_BATCH_S)
+            raise busy(f"{most} batches have not ended yet; retry when one has.", RETRY_BATCH_S)
         if own >= (most := self._of(most)):
-            _busy(f"keys.owner_share: {most} batches of yours have not ended yet; retry when one has.", RETRY_BATCH_S)
+            raise busy(
+                f"keys.owner_share: {most} batches of yours have not ended yet; retry when one has.", RETRY_BATCH_S
+            )
         self._check_bytes(store.usage(owner), 0)
 
     def may_run_line(self, store: BatchStore, owner: str) -> bool:
@@ -68,7 +70,3 @@ class Quota:
 
 def _full(message: str) -> NoReturn:
     raise RequestError(message, status=507, type_="insufficient_storage")
-
-
-def _busy(message: str, retry_after_s: float) -> NoReturn:
-    raise RequestError(message, status=429, type_="rate_limit_error", retry_after_s=retry_after_s)

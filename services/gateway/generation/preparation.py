@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cohort.common.config import GatewayConfig
-from cohort.common.errors import RequestError
+from cohort.common.errors import RequestError, busy
 from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway import bounds
 from cohort.services.gateway.requests.model_card import ModelCard
@@ -209,12 +209,10 @@ class RequestBudget:
                     f"This request holds {units} units of work beyond one plain answer, but all open requests together "
                     f"may hold {most} (gateway.max_open_work{self._config.of_all})."
                 )
-            raise RequestError(
+            raise busy(
                 f"The server is busy: this request would hold {units} units of work beyond one plain answer; open ones "
                 f"hold {self._open} of {most} (gateway.max_open_work{self._config.of_all}). Please retry later.",
-                status=429,
-                type_="rate_limit_error",
-                retry_after_s=_RETRY_AFTER_S,
+                _RETRY_AFTER_S,
             )
         self._open += units
         return Reservation(self, units)

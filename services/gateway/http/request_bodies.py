@@ -23,7 +23,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from cohort.common.config import GatewayConfig
-from cohort.common.errors import RequestError
+from cohort.common.errors import RequestError, busy
 from cohort.services.gateway import bounds
 
 _LEAST = 4
@@ -159,12 +159,10 @@ class RequestBodies:
 
     def _refuse_beyond(self, count: int) -> None:
         if self.in_flight_bytes + count > (most := most_in_flight(self._config)):
-            raise RequestError(
+            raise busy(
                 f"{self.in_flight_bytes} bytes of other requests are being read, of {most}{self._config.of_all} "
                 f"({bounds.BOUNDS.bodies} × gateway.max_body_bytes). Please retry later.",
-                status=429,
-                type_="rate_limit_error",
-                retry_after_s=RETRY_S,
+                RETRY_S,
             )
 
     def _too_large(self) -> RequestError:

@@ -40,7 +40,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cohort.common.errors import ModelError, RequestError
+from cohort.common.errors import ModelError, RequestError, busy
 from cohort.common.policies.fair_queue import FairQueue
 from cohort.common.types import RequestId
 from cohort.services.gateway import bounds
@@ -139,7 +139,7 @@ class BoundedProcess:
         """Begin `call` in a thread. A task: it ends with its event loop, which may end before the process answers."""
         return asyncio.get_running_loop().create_task(self._soon(question))
 
-    async def _soon(self, question: bytes) -> tuple[bytes, bytes]:
+    async def _soon(self, question: bytes) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.call, question)
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -286,12 +286,7 @@ class QuestionQueue:
         self._begin()
 
     def _busy(self, why: str) -> RequestError:
-        return RequestError(
-            f"The server is busy with {self._what}: {why}. Please retry later.",
-            status=429,
-            type_="rate_limit_error",
-            retry_after_s=_RETRY_AFTER_S,
-        )
+        return busy(f"The server is busy with {self._what}: {why}. Please retry later.", _RETRY_AFTER_S)
 
 
 # -- The pipe ------------------------------------------------------------------------------------------------------

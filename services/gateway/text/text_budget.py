@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cohort.common.errors import RequestError
+from cohort.common.errors import busy
 from cohort.common.policies.fair_queue import FairQueue
 from cohort.common.types import RequestId
 
@@ -81,12 +81,10 @@ class TextBudget:
 
     async def _admit(self, size: int, owner: str) -> None:
         if (waiting := self.waiting_of[owner]) + size > MOST_WAITING:
-            raise RequestError(
+            raise busy(
                 f"The server is busy: {waiting} bytes of this client's long texts wait to be tokenised, of "
                 f"{MOST_WAITING} at most; this one has {size}. Please retry later.",
-                status=429,
-                type_="rate_limit_error",
-                retry_after_s=RETRY_S,
+                RETRY_S,
             )
         self._arrived += 1
         name, turn = str(self._arrived), _Turn(owner, size, asyncio.get_running_loop().create_future())

@@ -43,6 +43,8 @@ mask may exceed it, a grammar's first that does."""
 _REPLAYED, _TAKE_S = 16, 20e-6
 """Tokens that a matcher is stepped with at once beyond which an answer counts as replayed; estimated processor time of
 each."""
+_LOCK_SHARE = 1 / 3
+"""Processor time that may be the wait's own, of a second in which a thread does not run: measured 0.25."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,10 +364,12 @@ class GrammarMasks:
 
 
 def _cost_s(began: tuple[float, float], ended: tuple[float, float], replay_s: float = 0.0) -> float:
-    """Return the processor time between two times of one thread, or 0 if it waited for most of the elapsed time: a wait
-    for the interpreter's lock beside a busy thread is processor time by a fifth, which may be 100 ms."""
+    """Return the processor time between two times of one thread, less what its waits took: beside a busy thread a wait
+    for the interpreter's lock is processor time by a fifth, which may be 100 ms. A thread that other programs keep
+    waiting has its masks counted at a discount while it runs for a quarter of the elapsed time, at nothing below."""
     spent_s = ended[0] - began[0]
-    return 0.0 if 2.0 * spent_s < ended[1] - began[1] else spent_s - replay_s
+    waited_s = max(0.0, ended[1] - began[1] - spent_s)
+    return max(0.0, spent_s - _LOCK_SHARE * waited_s - replay_s)
 
 
 def _has_all_tokens(row: SamplingRow) -> bool:

@@ -21,7 +21,7 @@ from cohort.common.engine.device.uploads import Uploads
 from cohort.common.engine.step import grammar_masks
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.engine.step.device_sampler import sample_on_device
-from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks, _cost_s, _expected_s
+from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks, _Compiled, _cost_s, _expected_s
 from cohort.common.engine.step.sampler import sample
 from cohort.common.grammar import GrammarError, GrammarTokens
 from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
@@ -314,8 +314,19 @@ def _compiled(engine: GrammarMasks, *texts: str) -> GrammarMasks:
 
 
 def test_a_wait_for_the_interpreters_lock_is_no_cost_of_a_mask() -> None:
-    assert _cost_s((1.0, 5.0), (1.1, 5.6)) == 0.0
-    assert _cost_s((1.0, 5.0), (1.1, 5.15), replay_s=0.03) == pytest.approx(0.07)
+    assert _cost_s((1.0, 5.0), (1.1, 5.5)) == 0.0, "a fifth of the elapsed time"
+    assert _cost_s((1.0, 5.0), (1.1, 5.1), replay_s=0.03) == pytest.approx(0.07)
+
+
+def test_a_dear_grammar_is_refused_on_a_machine_that_other_programs_keep_busy() -> None:
+    """The masks' thread has four tenths of a core, so each mask of 100 ms takes 250."""
+    cost_s = _cost_s((1.0, 5.0), (1.1, 5.25))
+    assert cost_s == pytest.approx(0.05)
+    compiled = TOKENS.compile(grammar.of_regex("[ab]{40}"))
+    found = _Compiled(compiled, np.zeros(1, dtype=np.int32), 0.0)
+    found.note(cost_s)
+    with pytest.raises(GrammarError, match="took"):
+        found.check()
 
 
 def test_a_grammar_that_fails_to_compile_between_two_looks_ends_its_request_alone() -> None:

@@ -317,6 +317,10 @@ class ModelRunner:
             if batch is not None:
                 self.execute(batch)
 
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many OpenMP threads from the next step on."""
+        self._threads, self._prepared_thread = threads, 0
+
     def compile_steps(self) -> None:
         if self._device_steps is not None:
             with torch.inference_mode():

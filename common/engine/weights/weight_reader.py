@@ -31,7 +31,7 @@ from cohort.kernels.cpu.panels import huge_zeros
 log = structlog.get_logger(__name__)
 
 THREADS = 8
-"""The max number of threads; no more than this process has cores."""
+"""The max number of threads; no more than this process has cores, on a processor no more than compute."""
 CHUNK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # on a processor the calling thread reads what is smaller
 _PROGRESS_S = 1.0
@@ -109,7 +109,8 @@ class WeightReader:
         """`threads` 0: as many as suit. `staged`: by way of chunks, as on a GPU; None = on one."""
         self._device, self._progress, self._streams = device, progress, streams
         self._staged = device.type != "cpu" if staged is None else staged
-        self._threads = threads or min(THREADS, len(own_cores()))
+        most = len(own_cores()) if device.type != "cpu" else min(len(own_cores()), torch.get_num_threads())
+        self._threads = threads or min(THREADS, most)
         # One OpenMP thread each: these threads are the parallelism.
         self._pool = ThreadPoolExecutor(
             self._threads, thread_name_prefix="weights", initializer=torch.set_num_threads, initargs=(1,)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import random
 import sys
 import time
@@ -266,12 +267,19 @@ async def load_ready_runner(
     instance: str = "",
     grouped: bool = False,
 ) -> ModelRunner:
-    """Load a runner that compiles nothing any more: warm, the copies of host slots included."""
+    """Load a runner that compiles nothing any more: warm, the copies of host slots included. Where others compute on
+    the same cores it loads with one thread: each of their steps waits for the slower of the cores."""
+    crowded = os.environ.get("OMP_WAIT_POLICY") == "passive" and own.device.type == "cpu" and followers is None
+    if config.engine.batch_invariant:  # which is judged by the number of threads
+        crowded = False
     in_engine = asyncio.get_running_loop().run_in_executor
     # On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load.
     kernels = KernelBuild() if own.device.type == "cuda" and config.kv.host_memory_bytes > 0 else None
-    runner = await in_engine(engine, load_runner, config, threads, own, followers, instance, grouped)
+    loading = 1 if crowded else threads
+    runner = await in_engine(engine, load_runner, config, loading, own, followers, instance, grouped)
     await in_engine(engine, runner.warm_up)
+    if crowded:
+        runner.use_threads(threads)
     if kernels is not None:
         await kernels.ended()
     return runner

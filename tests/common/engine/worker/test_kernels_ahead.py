@@ -1,4 +1,4 @@
-"""Kernels are built before a worker on a GPU is ready, not at the first copy of host slots."""
+"""Kernels are built before a worker on a GPU is ready, not at the first copy of host slots; threads while it loads."""
 
 from __future__ import annotations
 
@@ -106,6 +106,27 @@ async def test_nothing_is_built_without_host_blocks(
     on_a_gpu(monkeypatch, lambda *_: Runner())
     await worker_process.load_ready_runner(config(0), 1, GPU, engine)
     assert build.calls == 0
+
+
+async def test_a_worker_loads_with_one_thread_where_others_compute_on_its_cores(
+    engine: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Threads(Runner):
+        def use_threads(self, threads: int) -> None:
+            assert self.warm
+            used.append(threads)
+
+    def load(_: Config, threads: int, *__: Any) -> Runner:
+        used.append(threads)
+        return Threads()
+
+    on_a_gpu(monkeypatch, load)
+    processor = WorkerDevice(torch.device("cpu"), Role.UNIFIED)
+    for policy, expected in (("passive", [1, 2]), ("active", [2])):
+        used = list[int]()
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        await worker_process.load_ready_runner(config(0), 2, processor, engine)
+        assert used == expected
 
 
 async def test_a_model_that_cannot_be_loaded_does_not_wait_for_the_compiler(

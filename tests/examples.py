@@ -10,6 +10,11 @@ down as an `@example`.
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -51,3 +56,23 @@ def of_worlds(share: float) -> settings:
         phases=list(Phase) if shrinks else _WITHOUT_SHRINKING,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+
+
+async def run_in_thread(attempt: Callable[[], object]) -> None:
+    """Run a property in a thread: its examples are requests to what lives in this loop. Ends with the example at hand
+    when cancelled; a thread that nobody ends would try all the others first."""
+    thread = list[int]()
+
+    def begin() -> None:
+        thread.append(threading.get_ident())
+        attempt()
+
+    trying = asyncio.ensure_future(asyncio.to_thread(begin))
+    try:
+        await asyncio.shield(trying)
+    except asyncio.CancelledError:
+        while not trying.done():  # it takes effect between two steps of Python code, and not while one waits
+            for each in thread:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(each), ctypes.py_object(KeyboardInterrupt))
+            await asyncio.wait([trying], timeout=1.0)
+        raise

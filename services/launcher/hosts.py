@@ -99,9 +99,6 @@ class Hosts(Protocol):
     def request_places(self, processes: Sequence[Supervised]) -> None:
         """Request places for all these processes at once. Raises `CohortError` if one cannot be had."""
 
-    def prepare_restarts(self, processes: Sequence[Supervised]) -> None:
-        """Make ready what lets these processes start again sooner than at first."""
-
     async def begin(self, process: Supervised) -> Life:
         """Begin one life of the process. Raises `HostLost`, `NotStarted`."""
 

@@ -18,7 +18,7 @@ from cohort.services.launcher.box import check_added_worker
 from cohort.services.launcher.hosts import Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.child import Child
-from cohort.services.launcher.processes.forks import FROM, Fork, Forks
+from cohort.services.launcher.processes.forks import Fork, Forks
 from cohort.services.launcher.run_files import TEMPLATE_LOG, RunFiles
 
 _ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
@@ -35,27 +35,16 @@ class LocalHosts:
         """Sockets that a process serves and the launcher keeps, so that connections wait while the process is away."""
 
     def request_places(self, processes: Sequence[Supervised]) -> None:
-        """Prepare a template to fork the workers from, if many begin together."""
-        workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
-        if len(workers) >= FROM:
-            self._forks = self._forks_of(workers)
-
-    def prepare_restarts(self, processes: Sequence[Supervised]) -> None:
-        workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
-        if workers and self._forks is None:
-            self._forks = self._forks_of(workers)
-            for plan in workers:
-                self._forks.prepare(_environment(plan))
-
-    def _forks_of(self, workers: Sequence[ProcessPlan]) -> Forks:
-        modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
-        return Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
+        """Let the workers be forked from a template, which has imported what they need."""
+        modules = [f"cohort.services.{each.plan.folder}.service" for each in processes if _is_worker(each.plan)]
+        if modules and self._forks is None:
+            self._forks = Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
 
     async def begin(self, process: Supervised) -> Child | Fork:
         plan = process.plan
         command = plan.command(sys.executable, self._files.config_file, self._files.folder)
         log, environment = self._files.log_file(plan.instance), _environment(plan)
-        if self._forks is not None and plan.stage is StopStage.WORKERS:
+        if self._forks is not None and _is_worker(plan):
             return await self._forks.child(command, log, environment)
         held = self._held_of(plan)
         environment = {**environment, **listeners.environment(held)}
@@ -88,6 +77,10 @@ class LocalHosts:
 
     def configure(self, config: Config) -> None:
         self._files.write_config(dump_config(config))
+
+
+def _is_worker(plan: ProcessPlan) -> bool:
+    return plan.stage is StopStage.WORKERS
 
 
 def _environment(plan: ProcessPlan) -> Mapping[str, str]:

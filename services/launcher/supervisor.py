@@ -40,7 +40,6 @@ REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
 STOPPED_S = 2.0  # that a process stays stopped by a signal: its clients wait
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
 FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
-PREPARE_AFTER_S = 10.0  # from then on workers may start again sooner; before, the first requests need the cores
 START_ALONE_S = 60.0
 """Longest wait of a worker that starts again for another one that does, and may hang."""
 LOST_DELAY_S = 0.1  # before what lost its host begins again
@@ -308,9 +307,6 @@ class Supervisor:
             await wait_any((late[0].ready, late[0].done, self._stopping))
         if not self._stopping.is_set():
             on_ready()
-        await wait_any((self._stopping,), PREPARE_AFTER_S)
-        if not self._stopping.is_set():
-            self._hosts.prepare_restarts(self._processes)
 
     async def _watch_logs(self) -> None:
         """Show the processes' warnings with their names, and keep each log below its limit."""

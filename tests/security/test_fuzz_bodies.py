@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.examples import another_of_its_kind, examples, nightly
+from tests.examples import another_of_its_kind, examples, nightly, run_in_thread
 from tests.services.gateway.conftest import OpenSite, Site
 
 ANSWER_S = 30.0
@@ -344,7 +344,7 @@ def for_all(site: Site, sequence: Any, share: float) -> Any:
         path, data = case
         asyncio.run_coroutine_threadsafe(send(site, path, data), loop).result(ANSWER_S + 10)
 
-    return asyncio.to_thread(run)
+    return run_in_thread(run)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -472,7 +472,7 @@ async def test_odd_upload_forms(open_site: OpenSite) -> None:
             data = b"".join(FORM % one for one in form[0]) + form[1]
             asyncio.run_coroutine_threadsafe(upload(site, data), loop).result(ANSWER_S + 10)
 
-        await asyncio.to_thread(run)
+        await run_in_thread(run)
 
 
 async def run_batch(site: Site, line: bytes) -> dict[str, Any]:
@@ -510,4 +510,4 @@ async def test_whatever_lies_in_a_line_the_batch_ends(open_site: OpenSite) -> No
             batch = asyncio.run_coroutine_threadsafe(run_batch(site, line), loop).result(ANSWER_S + 10)
             assert batch["status"] in ("completed", "failed")
 
-        await asyncio.to_thread(run)
+        await run_in_thread(run)

@@ -9,6 +9,7 @@ found, 1 something was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ class Round:
 
 def run(tests: list[str], seconds: float) -> Round:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=nightly", *tests]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     began_s, sizes = time.monotonic(), list[int]()
     with (
         tempfile.TemporaryFile("w+") as output,
@@ -62,14 +63,17 @@ def run(tests: list[str], seconds: float) -> Round:
                 process.wait(_LOOK_S)
             except subprocess.TimeoutExpired:
                 ended = time.monotonic() - began_s > seconds
-        ended = ended and process.poll() is None
+        ended = ended and process.poll() is None  # its time is over
         if ended:
-            os.killpg(process.pid, signal.SIGINT)  # pytest then reports, and its pipelines end
-        try:
+            process.send_signal(signal.SIGINT)  # pytest then reports, and its pipelines end
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)  # it writes where each of its threads is
+            process.wait(_END_S)
             os.killpg(process.pid, signal.SIGKILL)
-            return Round("it does not end", -signal.SIGKILL, 0)
+            output.seek(0)
+            return Round(f"it does not end\n{output.read()}", -signal.SIGKILL, 0)
         output.seek(0)
         text = output.read()
     growth_mb = max(0, sizes[-1] - sizes[len(sizes) // 4]) if sizes else 0

@@ -123,9 +123,6 @@ class Actors:
     def close(self) -> None:
         """Leave nothing: `release` has removed everything."""
 
-    def prepare_restarts(self, processes: Sequence[Supervised]) -> None:
-        """Prepare nothing: an agent's node may change."""
-
     def request_places(self, processes: Sequence[Supervised]) -> None:
         for process in processes:
             added, plan = process.added, process.plan

@@ -1,7 +1,7 @@
-"""Workers as forks of a template process: where an import by each would take minutes, and all that start again.
+"""Workers as forks of a template process, which imports for all of them, at their first start and at each later one.
 
-Called by the supervisor, which starts a `Child` itself where there is no template: few processes at their start,
-another kind of process, or a template that has failed. A forked worker is to the supervisor what a `Child` is.
+Called by the supervisor, which starts a `Child` itself where there is no template: another kind of process, or a
+template that has failed. A forked worker is to the supervisor what a `Child` is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from cohort.common.keys.private_files import open_private
 from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
-FROM = 12
-"""Number of workers from which on they are forked at the start, too."""
 _READY_TIMEOUT_S = 120.0
 _MODULE = "cohort.services.launcher.processes.template"
 _KILLED = -int(signal.SIGKILL)

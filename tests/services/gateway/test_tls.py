@@ -19,7 +19,7 @@ from cohort.services.launcher.options import add_arguments, overrides_of
 from cohort.services.launcher.plan import plan
 from cohort.services.launcher.processes.probe import answers_ok
 from tests.certificates import make_certificate
-from tests.examples import examples
+from tests.examples import examples, run_in_thread
 from tests.services.gateway.conftest import OpenSite
 
 
@@ -145,7 +145,7 @@ async def test_records_of_any_bytes_end_their_own_connection(open_site: OpenSite
             attacked = attack(site.gateway.port, edits, cut, tail, shakes_hands)
             asyncio.run_coroutine_threadsafe(attacked, loop).result(60)
 
-        await asyncio.to_thread(run)
+        await run_in_thread(run)
         async with site.session.get(f"https://localhost:{site.gateway.port}/health", ssl=trusted) as response:
             assert response.status == 200
     assert unhandled == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from cohort.services.launcher import hosts
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.plan import ProcessPlan, StopStage
+from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.forks import Forks
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.launcher.supervisor import Supervisor
 
@@ -27,6 +29,20 @@ class ToyPlan(ProcessPlan):
 
     def command(self, python: str, config_file: Path, run_dir: Path) -> list[str]:
         return [python, str(TOY), self.behaviour, str(self.port), str(run_dir / f"{self.instance}.marker")]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Replace the template: a toy imports nothing. Return the commands that were to be forked."""
+    commands: list[Sequence[str]] = []
+
+    class Unforked(Forks):
+        async def child(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Child:
+            commands.append(command)
+            return Child(command, log_file, environment)
+
+    monkeypatch.setattr("cohort.services.launcher.local_hosts.Forks", Unforked)
+    return commands
 
 
 class Pipeline:

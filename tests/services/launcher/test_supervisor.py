@@ -14,8 +14,6 @@ import pytest
 from cohort.services.launcher import hosts
 from cohort.services.launcher.console import Console
 from cohort.services.launcher.local_hosts import LocalHosts
-from cohort.services.launcher.processes.child import Child
-from cohort.services.launcher.processes.forks import Forks
 from cohort.services.launcher.run_files import LAUNCHER_LOG, TEMPLATE_LOG, ProcessMark, RunFiles, is_stopped
 from cohort.services.launcher.supervisor import Supervisor
 
@@ -66,31 +64,16 @@ async def test_of_workers_that_die_together_one_starts_first(toys, files: RunFil
         await waiting
 
 
-async def test_workers_that_start_again_are_forked_where_that_was_prepared(run, toys, monkeypatch):
-    """None was at the pipeline's start, and what no template can fork starts as before."""
-    monkeypatch.setattr("cohort.services.launcher.supervisor.PREPARE_AFTER_S", 0.0)
-    asked: list[list[str]] = []
-
-    class Prepared(Forks):
-        async def child(self, command, log_file, environment):  # type: ignore[no-untyped-def]
-            asked.append(command)
-            return Child(command, log_file, environment)
-
-        def prepare(self, environment):  # type: ignore[no-untyped-def]
-            asked.append([])
-
-    monkeypatch.setattr("cohort.services.launcher.local_hosts.Forks", Prepared)
+async def test_workers_are_forked_and_other_processes_are_not(run, toys, asked):
     pipeline = run(toys(**{"prefill-0": "ready", "manager": "ready"}))
     await pipeline.until_ready()
     before = pipeline.supervisor.marks
+    for mark in before.values():
+        os.kill(mark.pid, signal.SIGKILL)
     async with asyncio.timeout(10):
-        while asked != [[]]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        for mark in before.values():
-            os.kill(mark.pid, signal.SIGKILL)
         while any(pipeline.supervisor.marks.get(name) in (None, mark) for name, mark in before.items()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    assert len(asked) == 2 and asked[1][2] == "ready", "the worker, not the manager"
+    assert len(asked) == 2, "the worker twice, the manager never"
 
 
 async def test_a_process_that_was_stopped_goes_on(run, toys, monkeypatch, capsys):

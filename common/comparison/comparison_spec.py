@@ -5,8 +5,8 @@
     loads, seeds every workload at every one of them; a load multiplies the rates
 
 The same file is simulated or run live: the model and the cluster are the simulation's, a pipeline has its own machine.
-Traces are named as files, here or in the folder that `COHORT_TRACES` names. A field that is unset leaves digests of
-results as they were before there was such a field.
+Traces are named as by `cohort traces list`, or as files, here or in the folder that `COHORT_TRACES` names. A field that
+is unset leaves digests of results as they were before there was such a field.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cohort.common.types import Role, TrafficClass
 from cohort.common.workloads.generate import Drawn, Mixed
 from cohort.common.workloads.lengths import parse_distribution, parse_mix
 from cohort.common.workloads.papers import SHAPES
+from cohort.common.workloads.trace_files import names, trace_file
 
 FOLDER = CONFIGS_DIR / "comparisons"
 
@@ -146,7 +147,7 @@ def _check(part: Part, where: str) -> None:
     if sum(map(bool, (part.trace, part.paper, part.lengths))) != 1:
         raise ConfigError(f"{where}: a part has either a trace or a paper's lengths, or lengths of its own")
     if part.trace:
-        trace_file(part.trace)
+        part_trace(part.trace)
     elif part.lengths:
         parse_lengths(part.lengths, where)
     elif part.paper not in SHAPES:
@@ -173,11 +174,10 @@ def parse_lengths(text: str, where: str) -> Drawn | Mixed:
     return Drawn(parse_distribution(prompt, f"{where}: lengths"), parse_distribution(output, f"{where}: lengths"))
 
 
-def trace_file(name: str) -> Path:
-    """Find a trace here or in the folder that `COHORT_TRACES` names. Raises `ConfigError`."""
+def part_trace(name: str) -> Path:
+    """Find a trace: here, among those that ship, or in the folder that `COHORT_TRACES` names. Raises `ConfigError`."""
     folder = os.environ.get("COHORT_TRACES", "")
-    for path in (Path(name), *([Path(folder) / name] if folder else [])):
-        if path.is_file():
-            return path.resolve()
-    where = f"nor in {folder}" if folder else "; the variable COHORT_TRACES may name a folder of traces"
-    raise ConfigError(f"trace {name}: not here {where}")
+    if found := trace_file(name) or (trace_file(os.path.join(folder, name)) if folder else None):
+        return found.resolve()
+    where = f"in {folder}" if folder else "in a folder that the variable COHORT_TRACES names"
+    raise ConfigError(f"trace {name}: neither a file here or {where}, nor one of {', '.join(names())}")

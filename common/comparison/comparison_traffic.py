@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cohort.common.comparison.comparison_spec import Part, TrafficSpec, parse_lengths, trace_file
+from cohort.common.comparison.comparison_spec import Part, TrafficSpec, parse_lengths, part_trace
 from cohort.common.types import Slo
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import clip, together
@@ -74,7 +74,7 @@ def _lengths(part: Part) -> tuple[str, Source]:
         return part.paper, SHAPES[part.paper].lengths
     if part.lengths:
         return part.lengths, parse_lengths(part.lengths, "lengths")
-    path = trace_file(part.trace)
+    path = part_trace(part.trace)
     return path.name, FromTrace(_trace(path), path.name, resample=True)
 
 

@@ -1,7 +1,8 @@
-"""Reads workload traces: Mooncake JSONL, Azure CSV, BurstGPT CSV, our normalised CSV.
+"""Reads workload traces: Mooncake JSONL, Azure CSV, BurstGPT CSV, our normalised CSV; writes the last.
 
-Plain or gzip. Called by the simulator and by the benchmark. Decides what a row means and refuses what it cannot read,
-naming file, line and field. Never clips or scales: that is the workload's business and is stated in its facts.
+Plain or gzip. Called by the simulator, the benchmark and `cohort traces`. Decides what a row means and refuses what it
+cannot read, naming file, line and field. Never clips or scales: that is the workload's business and is stated in its
+facts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,6 +30,12 @@ _HEADERS: Mapping[TraceFormat, frozenset[str]] = {
     "burstgpt": frozenset({"Timestamp", "Request tokens", "Response tokens"}),
     "cohort": frozenset({"arrival_s", "prompt_tokens", "output_tokens"}),
 }
+_LENGTHS = ("arrival_s", "prompt_tokens", "output_tokens")
+MORE = ("hash_ids", "session", "adapter")
+"""Columns of our format that a trace need not have."""
+_LONGEST_LINE = 1 << 20
+"""Characters of a line: a file without line ends must not fill the memory."""
+_MOST_TOKENS = 1 << 31
 _HASH_BLOCKS = tuple(1 << power for power in range(16))
 
 
@@ -87,27 +94,68 @@ def read_trace(
 
     Arrivals must not go backwards unless `sort` allows it (stable by time). Raises `ConfigError`.
     """
-    rows: list[TraceRow] = []
-    skipped = 0
-    with _reading(path) as file:
-        found, numbered = _rows(path, file, trace_format)
-        for line, row in numbered:
+    with open_trace(path, trace_format, sort=sort) as reader:
+        rows = list(itertools.islice(reader, limit))
+    return Trace(reader.format, _from_zero(rows), reader.skipped_rows)
+
+
+@dataclass(slots=True)
+class TraceReader:
+    """One pass over the usable rows of a file, one in memory at a time. `skipped_rows`: left out so far, without prompt
+    or output. `columns`: those beyond times and lengths that the rows fill. Iterating raises `ConfigError`."""
+
+    path: Path
+    format: TraceFormat
+    columns: tuple[str, ...]
+    numbered: Iterator[tuple[int, TraceRow]]
+    sort: bool = False
+    skipped_rows: int = 0
+
+    def __iter__(self) -> Iterator[TraceRow]:
+        before: TraceRow | None = None
+        for line, row in self.numbered:
             if row.prompt_tokens == 0 or row.output_tokens == 0:
-                skipped += 1
+                self.skipped_rows += 1
                 continue
-            if rows and (row.arrival_s is None) != (rows[0].arrival_s is None):
-                raise ConfigError(f"{path}:{line}: either every row has an arrival time or none has")
-            if not sort and rows and row.arrival_s is not None and row.arrival_s < (rows[-1].arrival_s or 0.0):
-                raise ConfigError(
-                    f"{path}:{line}: the arrival time {row.arrival_s:g} is before {rows[-1].arrival_s:g} of the row "
-                    "before it"
-                )
-            rows.append(row)
-            if limit is not None and len(rows) >= limit:
-                break
-    if not rows:
-        raise ConfigError(f"{path}: no row with a prompt and an output")
-    return Trace(found, _from_zero(rows), skipped)
+            if before is not None:
+                self._check_times(line, before.arrival_s, row.arrival_s)
+            before = row
+            yield row
+        if before is None:
+            raise ConfigError(f"{self.path}: no row with a prompt and an output")
+
+    def _check_times(self, line: int, before_s: float | None, arrival_s: float | None) -> None:
+        if (before_s is None) != (arrival_s is None):
+            raise ConfigError(
+                f"{self.path}:{line}: column 'arrival_s': either every row has an arrival time or none has"
+            )
+        if before_s is not None and arrival_s is not None and arrival_s < before_s and not self.sort:
+            raise ConfigError(
+                f"{self.path}:{line}: the arrival time {arrival_s:g} is before {before_s:g} of the row before it"
+            )
+
+
+@contextmanager
+def open_trace(path: Path, trace_format: TraceFormat | None = None, *, sort: bool = False) -> Iterator[TraceReader]:
+    """Open a trace; see `read_trace`. Raises `ConfigError`."""
+    with _reading(path) as file:
+        found, columns, numbered = _rows(path, _lines(path, file), trace_format)
+        yield TraceReader(path, found, tuple(name for name in MORE if name in columns), numbered, sort)
+
+
+def write_trace(rows: Iterable[TraceRow], file: TextIO, more: Sequence[str] = MORE) -> int:
+    """Write rows in our format, the columns `more` of `MORE` beside times and lengths; return their number. The first
+    row is at second 0, times are rounded to microseconds."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow((*_LENGTHS, *more))
+    first_s, count = 0.0, 0
+    for count, row in enumerate(rows, start=1):
+        if count == 1:
+            first_s = row.arrival_s or 0.0
+        due = "" if row.arrival_s is None else f"{row.arrival_s - first_s:.6f}".rstrip("0").rstrip(".")
+        known = {"hash_ids": " ".join(map(str, row.hash_ids)), "session": row.session, "adapter": row.adapter}
+        writer.writerow((due, row.prompt_tokens, row.output_tokens, *(known[name] for name in more)))
+    return count
 
 
 @contextmanager
@@ -127,8 +175,16 @@ def _reading(path: Path) -> Iterator[TextIO]:
             raise ConfigError(f"{path}: not UTF-8 text ({error.reason})") from error
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ConfigError(f"{path}: damaged gzip file ({error})") from error
-        except csv.Error as error:
-            raise ConfigError(f"{path}: not a CSV file ({error})") from error
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    for line in itertools.count(1):
+        text = file.readline(_LONGEST_LINE + 1)
+        if len(text) > _LONGEST_LINE:
+            raise ConfigError(f"{path}:{line}: longer than {_LONGEST_LINE:,} characters: not a trace")
+        if not text:
+            return
+        yield text
 
 
 def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
@@ -140,16 +196,19 @@ def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
     return tuple(replace(row, arrival_s=(row.arrival_s or 0.0) - first_s) for row in rows)
 
 
-def _rows(path: Path, file: TextIO, wanted: TraceFormat | None) -> tuple[TraceFormat, Iterator[tuple[int, TraceRow]]]:
-    first = file.readline()
+def _rows(
+    path: Path, lines: Iterator[str], wanted: TraceFormat | None
+) -> tuple[TraceFormat, Collection[str], Iterator[tuple[int, TraceRow]]]:
+    first = next(lines, "")
     if not first.strip():
         raise ConfigError(f"{path}:1: the first line is empty")
     if wanted == "mooncake" or (wanted is None and first.lstrip().startswith("{")):
-        return "mooncake", _mooncake_rows(path, itertools.chain([first], file))
+        return "mooncake", ("hash_ids",), _mooncake_rows(path, itertools.chain([first], lines))
     columns = [name.strip() for name in next(csv.reader([first]))]
     for name, needed in _HEADERS.items():
         if wanted in (None, name) and needed <= set(columns):
-            return name, _csv_rows(path, file, columns, name)
+            filled = ["session" if column == "Session ID" else column for column in columns]
+            return name, filled, _csv_rows(path, lines, columns, name)
     if wanted is not None:
         missing = ", ".join(sorted(_HEADERS[wanted] - set(columns)))
         raise ConfigError(f"{path}:1: {'an' if wanted == 'azure' else 'a'} {wanted} trace needs the columns {missing}")
@@ -168,28 +227,31 @@ def _mooncake_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Trac
             continue
         try:
             row = decoder.decode(text)
-            prompt = _not_negative(row.input_length, "input_length")
-            output = _not_negative(row.output_length, "output_length")
+            prompt = _checked(row.input_length, "input_length")
+            output = _checked(row.output_length, "output_length")
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"{path}:{line}: not a Mooncake row: {error}") from error
         yield line, TraceRow(row.timestamp / 1000.0, prompt, output, tuple(row.hash_ids))
 
 
-def _csv_rows(path: Path, file: TextIO, columns: list[str], kind: TraceFormat) -> Iterator[tuple[int, TraceRow]]:
-    reader = csv.reader(file)
-    for cells in reader:
-        line = reader.line_num + 1  # the header was read before the reader started
-        if not cells:
-            continue
-        if len(cells) < len(columns):
-            raise ConfigError(
-                f"{path}:{line}: {len(cells)} of {len(columns)} columns; column {columns[len(cells)]!r} is missing"
-            )
-        row = dict(zip(columns, cells, strict=False))
-        try:
-            yield line, _csv_row(row, kind)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{line}: {error}") from error
+def _csv_rows(
+    path: Path, lines: Iterator[str], columns: list[str], kind: TraceFormat
+) -> Iterator[tuple[int, TraceRow]]:
+    reader = csv.reader(lines)
+    try:
+        for cells in reader:
+            line = reader.line_num + 1  # the header was read before the reader started
+            if not cells:
+                continue
+            if len(cells) != len(columns):
+                lost = f"; column {columns[len(cells)]!r} is missing" if len(cells) < len(columns) else ""
+                raise ConfigError(f"{path}:{line}: {len(cells)} of {len(columns)} columns{lost}")
+            try:
+                yield line, _csv_row(dict(zip(columns, cells, strict=True)), kind)
+            except ValueError as error:
+                raise ConfigError(f"{path}:{line}: {error}") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num + 1}: not CSV ({error})") from error
 
 
 def _csv_row(row: Mapping[str, str], kind: TraceFormat) -> TraceRow:
@@ -245,18 +307,22 @@ def _tokens(row: Mapping[str, str], column: str) -> int:
         raise ValueError(f"column {column!r}: {text!r} is not a number") from None
     if not number.is_integer():
         raise ValueError(f"column {column!r}: {text!r} is not a whole number of tokens")
-    return _not_negative(int(number), f"column {column!r}")
+    return _checked(int(number), f"column {column!r}")
 
 
-def _not_negative(tokens: int, name: str) -> int:
+def _checked(tokens: int, name: str) -> int:
     if tokens < 0:
         raise ValueError(f"{name}: {tokens} tokens; a count must not be negative")
+    if tokens > _MOST_TOKENS:
+        raise ValueError(f"{name}: {tokens:g} tokens are more than any model takes")
     return tokens
 
 
 def _hash_ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split())
-    except ValueError:
-        wrong = next(part for part in text.split() if not part.lstrip("-").isdigit())
-        raise ValueError(f"column 'hash_ids': {wrong!r} is not a whole number") from None
+    found = []
+    for part in text.split():
+        try:
+            found.append(int(part))
+        except ValueError:
+            raise ValueError(f"column 'hash_ids': {part[:40]!r} is not a whole number") from None
+    return tuple(found)

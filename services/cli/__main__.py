@@ -36,6 +36,7 @@ COMMANDS = {
     "advise": "which preset, roles and settings suit a traffic and a cluster",
     "compare": "systems side by side over workloads, loads and seeds, simulated or live",
     "reproduce": "the papers' figures beside ours, from several seeds",
+    "traces": "real traffic that comes with Cohort; other people's traces converted",
     "replay": "check or step through what live processes recorded",
     "profile": "measure this machine: a device and a cluster for the simulator",
 }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), `day` (--rate: its peak), or a paper's shape by name"
+TRAFFIC_HELP = (
+    "a trace file, a name of `cohort traces list`, PROMPTxOUTPUT (all requests alike), `day` (--rate: its peak; "
+    "servegen-…, too), or a paper's shape by name"
+)
 
 _CLUSTER_HELP = "a name of configs/clusters or of `cohort profile --save`, a YAML file, or DEVICE:COUNT; A+B: unlike"
 
 SIMULATE_EPILOG = """\
 examples:
-  cohort simulate --trace azure_conv.csv.gz --cluster a100-80:8 --model llama-2-13b --preset unified
+  cohort simulate --trace azure2023_conv --cluster a100-80:8 --model llama-2-13b --preset unified
   cohort simulate --trace 2048x512 --rate 2.5 --duration 600 --cluster a100-80:2 --model qwen2.5-14b --slo tpot=0.1
   cohort simulate … --sweep rate=1,2,4,8
   cohort simulate … --sweep preset=unified,disaggregated --json -
@@ -120,7 +123,8 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
 
 COMPARE_EPILOG = """\
 examples:
-  COHORT_TRACES=~/traces cohort compare combination --results combination.jsonl
+  cohort compare papers --jobs 2 --results papers.jsonl
+  COHORT_TRACES=~/traces cohort compare combination --results combination.jsonl        traces that do not ship
   cohort compare combination --systems cohort,bros --workloads conv,code --loads 1.2 --seeds 0,1,2
   cohort compare my-comparison.yaml --markdown table.md
   cohort compare buckets --live --workloads burst --results buckets.jsonl
@@ -152,7 +156,7 @@ REPRODUCE_EPILOG = """\
 examples:
   cohort reproduce --list
   cohort reproduce --figure dynaserve-table1-code --seeds 3
-  COHORT_TRACES=~/traces cohort reproduce --results figures.jsonl --jobs 2 --docs docs/reproduction.md --lacking
+  cohort reproduce --results figures.jsonl --jobs 2 --docs docs/reproduction.md --lacking
 
 A row's verdict holds for all its seeds or is none: a gain that one seed does not have cannot be told. A run that was
 interrupted goes on where it stopped when it is given the same --results file; all figures take hours."""

@@ -18,7 +18,7 @@ examples:
   cohort bench                                                   8 users at once, 100 requests of 128 + 64 tokens
   cohort bench --rate 4 --duration-s 60 --slo-ttft-ms 500 --slo-tpot-ms 100
   cohort bench --mix 0.8:64x64,0.2:768x32 --concurrency 16 --json out.json
-  cohort bench --trace conversation.jsonl --limit 500 --time-scale 2 --max-prompt 4096
+  cohort bench --trace mooncake_conversation --limit 500 --time-scale 2 --max-prompt 4096
   cohort bench --compare ours=localhost:8000 other=localhost:9000 --rounds 3 --rate 2
 """
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--output-len", metavar="LEN", help="output tokens, likewise (default 64)")
     what.add_argument("--mix", metavar="MIX", help="weighted shapes, for example 0.8:64x64,0.2:768x32")
     what.add_argument(
-        "--trace", type=Path, metavar="FILE", help="Mooncake JSONL, Azure, BurstGPT or Cohort CSV; .gz too"
+        "--trace", metavar="TRACE", help="a name of `cohort traces list`, Mooncake JSONL, Azure, BurstGPT or Cohort CSV"
     )
     what.add_argument(
         "--trace-format", choices=("mooncake", "azure", "burstgpt", "cohort"), help="default: by its first line"

@@ -17,6 +17,9 @@ from cohort.common.errors import ConfigError
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
 from cohort.common.workloads.generate import Drawn, FromTrace, Mixed, Source
 from cohort.common.workloads.lengths import parse_distribution, parse_mix
+from cohort.common.workloads.servegen import NAMES as SERVEGEN
+from cohort.common.workloads.servegen import PEAK_PER_S, SPAN_S, servegen_trace
+from cohort.common.workloads.trace_files import names, trace_file
 from cohort.common.workloads.traces import Trace, read_trace
 from cohort.services.bench.http.load.workload import WorkloadSpec
 from cohort.services.bench.http.results.report import SloLimits
@@ -122,7 +125,7 @@ def _workload(args: argparse.Namespace) -> WorkloadSpec:
     source = _source(args)
     timed = isinstance(source, FromTrace) and source.trace.arrival_s is not None
     arrivals: Arrivals
-    if args.rate is not None:
+    if args.rate is not None and args.trace not in SERVEGEN:
         arrivals = RandomArrivals(args.rate, args.cv)
     elif args.concurrency is not None:
         arrivals = ClosedLoop(args.concurrency)
@@ -154,13 +157,22 @@ def _source(args: argparse.Namespace) -> Source:
             if value is not None:
                 raise ConfigError(f"{option} and {chosen} each say how long requests are; give one")
     if args.trace is not None:
-        trace = read_trace(args.trace, args.trace_format, args.limit, sort=True)
+        trace = _trace(args)
         _check_hash_block(trace, args.hash_block)
-        return FromTrace(trace, args.trace.name)
+        return FromTrace(trace, Path(args.trace).name)
     if args.mix is not None:
         return Mixed(parse_mix(args.mix))
     lengths = (("--input-len", args.input_len or "128"), ("--output-len", args.output_len or "64"))
     return Drawn(*(parse_distribution(text, option) for option, text in lengths))
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    if args.trace in SERVEGEN:
+        span_s, peak_per_s = args.duration_s or SPAN_S, args.rate or PEAK_PER_S
+        return servegen_trace(args.trace, duration_s=span_s, peak_per_s=peak_per_s, seed=args.seed)
+    if (path := trace_file(args.trace)) is None:
+        raise ConfigError(f"--trace {args.trace}: neither a file nor one of {', '.join((*names(), *SERVEGEN))}")
+    return read_trace(path, args.trace_format, args.limit, sort=True)
 
 
 def _slo(args: argparse.Namespace, classes: set[str]) -> SloLimits:

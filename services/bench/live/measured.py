@@ -6,7 +6,6 @@ the same moments. Called by `services/cli/__main__.py`. What only a simulation c
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import tempfile
@@ -20,6 +19,7 @@ from cohort.common.comparison.comparison_traffic import traffic_by_part
 from cohort.common.config import nested
 from cohort.common.errors import ConfigError
 from cohort.common.workloads.items import Workload
+from cohort.common.workloads.traces import TraceRow, write_trace
 from cohort.services.bench.live.pipelines import ClientCommand, Stats, pipeline
 
 _ONE_TOKEN_A_STEP = {"speculation.mode": "off"}
@@ -96,13 +96,12 @@ def _client(name: str, part: Part, workload: Workload, trace: Path, seed: int) -
             f"{name}: a live part has requests, all of one SLO, no adapters, and users who are not together"
         )
     begin_s = loop.start_s if loop else items[0].arrival_s
+    rows = (
+        TraceRow(None if loop else item.arrival_s, item.prompt_tokens, item.output_tokens, item.hash_ids, item.session)
+        for item in items
+    )
     with trace.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("arrival_s", "prompt_tokens", "output_tokens", "hash_ids", "session"))
-        for item in items:
-            ids = " ".join(map(str, item.hash_ids))
-            due_s = item.arrival_s - begin_s if loop is None else 0.0
-            writer.writerow((f"{due_s:.6f}", item.prompt_tokens, item.output_tokens, ids, item.session))
+        write_trace(rows, file, ("hash_ids", "session"))
     words = [f"--trace={trace}", f"--seed={seed}", f"--class-mix={part.traffic_class}=1"]
     words.append(f"--warmup={_WARM_UP if begin_s == 0 else 0}")
     words.append(f"--concurrency={loop.concurrency}" if loop else "--time-scale=1")

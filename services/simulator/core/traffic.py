@@ -1,4 +1,4 @@
-"""`--trace` and its companions → a `Workload`: a file, a shape of a paper by name, or fixed lengths."""
+"""`--trace` and its companions → a `Workload`: a trace by file or name, a shape of a paper, or fixed lengths."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from cohort.common.workloads.generate import Drawn, FromTrace, Source, Stream, g
 from cohort.common.workloads.items import NO_SLO, WorkItem, Workload, WorkloadFacts
 from cohort.common.workloads.lengths import Fixed, draw, fitted_lognormal
 from cohort.common.workloads.papers import SHAPES, paper_workload
+from cohort.common.workloads.servegen import NAMES as SERVEGEN
+from cohort.common.workloads.servegen import PEAK_PER_S, SPAN_S, servegen_trace
+from cohort.common.workloads.trace_files import names, trace_file
 from cohort.common.workloads.traces import Trace, read_trace
 
 _FIXED = re.compile(r"(\d+)x(\d+)$")
 DAY = "day"
 """Name of a synthetic day in `--duration` seconds, whose peak is `--rate`."""
-_DAY_S, _DAY_PEAK_PER_S = 3600.0, 3.0
 _ENOUGH = 1000
 """Number of requests when neither a number nor a duration is given and the source has no end."""
 
@@ -46,15 +48,15 @@ class Traffic:
         self._trace: Trace | None = None
         self._source: Source | None = None
         fixed = _FIXED.match(text)
-        if Path(text).is_file():
-            self._trace = read_trace(Path(text), sort=sort)
+        if (path := trace_file(text)) is not None:
+            self._trace = read_trace(path, sort=sort)
         elif fixed:
             prompt, output = int(fixed[1]), int(fixed[2])
             if not prompt or not output:
                 raise ConfigError(f"--trace {text}: prompt and output need at least one token")
             self._source = Drawn(Fixed(prompt), Fixed(output))
-        elif text not in SHAPES and text != DAY:
-            known = ", ".join((DAY, *SHAPES))
+        elif text not in (DAY, *SERVEGEN, *SHAPES):
+            known = ", ".join((DAY, *names(), *SERVEGEN, *SHAPES))
             raise ConfigError(f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {known}")
 
     def workload(self, rate_per_s: float | None = None, concurrency: int | None = None) -> Workload:
@@ -67,8 +69,13 @@ class Traffic:
             arrivals = RandomArrivals(rate_per_s, self._cv)
         elif concurrency is not None:
             arrivals = ClosedLoop(concurrency)
+        span_s, peak_per_s = self._duration_s or SPAN_S, rate_per_s or PEAK_PER_S
         if self._text == DAY:
-            workload = synthetic_day(self._duration_s or _DAY_S, rate_per_s or _DAY_PEAK_PER_S, seed=self._seed)
+            workload = synthetic_day(span_s, peak_per_s, seed=self._seed)
+        elif self._text in SERVEGEN:
+            trace = servegen_trace(self._text, duration_s=span_s, peak_per_s=peak_per_s, seed=self._seed)
+            own = arrivals if concurrency is not None and arrivals is not None else TraceTimes(self._time_scale)
+            workload = generate(self._text, FromTrace(trace, self._text), own, count=self._count, seed=self._seed)
         else:
             workload = self._generate(arrivals)
         if self._slo != Slo():

@@ -119,6 +119,16 @@ def test_lengths_of_its_own_so_many_requests_and_users_apart() -> None:
     assert (loop.concurrency, len(loop.items), loop.until_s, loop.in_batches) == (3, 5, math.inf, False)
 
 
+def test_shipped_traces_go_by_name_and_others_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COHORT_TRACES", raising=False)
+    load_spec(str(written(tmp_path, "azure2023_code")))
+    load_spec("papers")
+    spec = TrafficSpec([Part("azure2023_code", 4.0)])
+    assert traffic(spec, load=1.0, duration_s=9.0, seed=1).items
+    with pytest.raises(ConfigError, match="COHORT_TRACES names, nor one of azure2023_code, "):
+        load_spec("combination")
+
+
 def test_a_trace_may_be_scaled(trace: str) -> None:
     whole, half = (
         traffic(TrafficSpec([Part(trace, 4.0, scale=scale, max_prompt=100)]), load=1.0, duration_s=9.0, seed=1).items
@@ -248,7 +258,7 @@ def test_a_damaged_results_file_is_named(trace: str, tmp_path: Path) -> None:
 def test_the_comparisons_that_come_with_cohort_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """But for the traces, which are not part of them."""
+    """But for the traces that may not ship."""
     monkeypatch.setenv("COHORT_TRACES", str(tmp_path))
     spec = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     for workload in spec["workloads"].values():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
-from cohort.common.workloads.traces import Trace, TraceRow, read_trace
+from cohort.common.workloads.traces import MORE, Trace, TraceRow, open_trace, read_trace, write_trace
 
 MOONCAKE = """\
 {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
@@ -128,6 +131,14 @@ def test_limit_counts_usable_rows(tmp_path: Path) -> None:
         (COHORT + "x,4,2,,\n", 4, "'arrival_s': 'x' is not a number"),
         (COHORT + "2,4\n", 4, "'output_tokens' is missing"),
         (MOONCAKE + '{"timestamp": 1, "input_length": -1, "output_length": 2}\n', 3, "input_length: -1"),
+        (COHORT + "2,4,2,,,9\n", 4, "6 of 5 columns"),
+        (COHORT + f"2,4,2,{'9' * 5000},\n", 4, "column 'hash_ids'"),
+        (COHORT + "2,4,2,\u00b2,\n", 4, "column 'hash_ids'"),
+        (COHORT + "2,1e300,2,,\n", 4, "column 'prompt_tokens'"),
+        (COHORT + f"2,4,2,{'1 ' * 100_000},\n", 4, "not CSV"),
+        (COHORT + "1" * (1 << 20) + "\n", 4, "longer than"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": "x", "output_length": 2}\n', 3, "input_length"),
+        (MOONCAKE + '{"timestamp": 1e999, "input_length": 1, "output_length": 2}\n', 3, "out of range"),
         ("arrival_s,prompt_tokens\n1,2\n", 1, "missing here: output_tokens"),
         (COHORT + ",4,2,,\n", 4, "arrival"),
         ("a,b\n1,2\n", 1, "not a known trace"),
@@ -187,20 +198,67 @@ def test_hash_ids_that_fit_no_block_are_refused() -> None:
         Trace("cohort", rows, 0).hash_block()
 
 
-TRACES = os.environ.get("COHORT_TRACES", "")
+def converted(path: Path, out: Path) -> Trace:
+    with open_trace(path) as reader, out.open("w", newline="", encoding="utf-8") as file:
+        assert write_trace(reader, file, reader.columns) == len(read_trace(path).rows)
+    return read_trace(out)
 
 
-@pytest.mark.skipif(not TRACES, reason="COHORT_TRACES names no folder of trace files")
-@pytest.mark.parametrize(
-    ("name", "rows", "block"),
-    [
-        ("azure2023_code.csv.gz", 8819, 0),
-        ("mooncake_conversation.csv.gz", 12031, 512),
-        ("sharegpt_gpt4_blocks16.csv.gz", 300, 16),
-        ("burstgpt3_sessions_head.csv.gz", 279, 0),
-        ("wildchat_250.csv.gz", 250, 0),
-    ],
+@pytest.mark.parametrize("text", [MOONCAKE, AZURE, BURSTGPT, COHORT])
+def test_a_converted_trace_reads_as_its_source(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    source, found = read_trace(path), converted(path, tmp_path / "ours.csv")
+    assert found.format == "cohort"
+    assert [replace(row, arrival_s=None) for row in found.rows] == [replace(row, arrival_s=None) for row in source.rows]
+    assert found.arrival_s == pytest.approx(source.arrival_s, abs=1e-6)
+
+
+def test_a_conversion_has_the_columns_that_its_source_fills(tmp_path: Path) -> None:
+    converted(write(tmp_path, BURSTGPT), tmp_path / "ours.csv")
+    lines = (tmp_path / "ours.csv").read_text().splitlines()
+    assert lines == ["arrival_s,prompt_tokens,output_tokens,session", "0,472,18,a1", "113,417,276,a1"]
+
+
+ROWS = st.builds(
+    TraceRow,
+    st.none(),
+    st.integers(1, 1 << 31),
+    st.integers(1, 1 << 31),
+    st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple),
+    st.text(st.characters(categories=("L", "N", "P")), max_size=6),
+    st.text(st.characters(categories=("L", "N", "P")), max_size=6),
 )
-def test_real_traces(name: str, rows: int, block: int) -> None:
-    trace = read_trace(Path(TRACES) / name)
-    assert (len(trace.rows), trace.hash_block()) == (rows, block)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**12), ROWS), min_size=1, max_size=8),
+    st.booleans(),
+    st.sets(st.sampled_from(MORE)),
+)
+def test_rows_survive_being_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, TraceRow]], timed: bool, kept: set[str]
+) -> None:
+    """Times are whole microseconds here, which is what a file keeps; the first becomes second 0."""
+    drawn.sort(key=lambda pair: pair[0])
+    first_us = drawn[0][0]
+    rows = [replace(row, arrival_s=at_us / 1e6 if timed else None) for at_us, row in drawn]
+    path = tmp_path_factory.mktemp("rows") / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        write_trace(rows, file, [name for name in MORE if name in kept])
+    found = read_trace(path)
+    lost = {"hash_ids": (), "session": "", "adapter": ""}
+    assert [replace(row, arrival_s=None) for row in found.rows] == [
+        replace(row, arrival_s=None, **{name: lost[name] for name in MORE if name not in kept}) for row in rows
+    ]
+    if timed:
+        assert found.arrival_s == pytest.approx([(at_us - first_us) / 1e6 for at_us, _ in drawn], abs=1e-6)
+
+
+def test_a_pass_over_a_trace_holds_one_row_at_a_time(tmp_path: Path) -> None:
+    path = write(tmp_path, "arrival_s,prompt_tokens,output_tokens\n" + "1,222222,333333\n" * 50_000)
+    tracemalloc.start()
+    with open_trace(path) as reader, open(os.devnull, "w") as file:
+        assert write_trace(reader, file) == 50_000
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < path.stat().st_size / 2

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from cohort.common.errors import ConfigError
+from cohort.common.workloads.arrivals import TraceTimes
+from cohort.common.workloads.generate import FromTrace
 from cohort.services.bench.__main__ import main
 from cohort.services.bench.http import command, options
 from cohort.services.cli import __main__ as cli
@@ -307,6 +309,15 @@ def parse(*args: str) -> options.BenchOptions:
     return options.from_args(parser.parse_args(args))
 
 
+def test_shipped_traces_go_by_name() -> None:
+    spec = parse("--trace", "azure2023_conv", "--limit", "5").workload
+    assert isinstance(spec.source, FromTrace) and isinstance(spec.arrivals, TraceTimes)
+    assert [row.prompt_tokens for row in spec.source.trace.rows][:2] == [374, 396]
+    drawn = parse("--trace", "servegen-m-large", "--duration-s", "60", "--rate", "9").workload
+    assert isinstance(drawn.source, FromTrace) and isinstance(drawn.arrivals, TraceTimes)
+    assert 50 < (drawn.source.trace.arrival_s or [0.0])[-1] < 60
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
@@ -326,7 +337,7 @@ def parse(*args: str) -> options.BenchOptions:
         (("--extra-body", "[]"), "--extra-body"),
         (("--extra-body", "{"), "--extra-body"),
         (("--token-range", "9:3"), "--token-range"),
-        (("--trace", "absent.csv"), "absent.csv"),
+        (("--trace", "absent.csv"), "absent.csv: neither a file nor one of azure2023_code, "),
         (("--json", "no/such/folder/x.json"), "--json"),
     ],
 )

@@ -144,6 +144,26 @@ def test_a_trace_keeps_its_times_or_takes_a_rate(tmp_path: Path):
     assert own.workload(concurrency=2).closed_loop[0].concurrency == 2
 
 
+def test_shipped_traces_go_by_name():
+    first = traffic("azure2023_code", count=3)
+    assert [i.prompt_tokens for i in first.workload().items] == [4808, 3180, 110]
+    assert traffic("azure2023_code").own_rate_per_s == pytest.approx(2.566, abs=1e-3)
+    shared = traffic("mooncake_conversation", count=2).workload().items
+    assert (shared[0].hash_block, len(shared[0].hash_ids)) == (512, 14)
+    assert len(traffic("arxiv_summarization_4k", duration_s=20.0).workload(5.0).items) > 50
+    with pytest.raises(ConfigError, match="nor one of day, azure2023_code, "):
+        traffic("azure2024")
+
+
+def test_servegen_has_its_peak_and_its_duration_from_the_options():
+    load = traffic("servegen-deepseek-r1", duration_s=300.0)
+    assert load.own_rate_per_s is None
+    slow, fast = load.workload(5.0), load.workload(10.0)
+    assert slow.span_s == pytest.approx(300.0, abs=10.0) and fast.span_s == pytest.approx(300.0, abs=10.0)
+    assert len(fast.items) / len(slow.items) == pytest.approx(2.0, rel=0.2)
+    assert load.workload(concurrency=4).closed_loop[0].concurrency == 4
+
+
 @pytest.mark.parametrize(
     ("rows", "where"),
     [

@@ -42,7 +42,6 @@ from cohort.services.simulator.figures.dynaserve_setup import (
     simulated,
     split_share,
     times,
-    traced,
     within_per_s,
 )
 from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
@@ -50,10 +49,10 @@ from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, S
 _PRESSURE = 1.2
 _NAMES: Mapping[str, str] = {
     "azure-code": "Azure Code",
-    "burstgpt": "BurstGPT",
+    "burstgpt": "BurstGPT, first rows",
     "arxiv": "arXiv summarisation",
     "reasoning": "Mini Reasoning",
-    "hybrid": "BurstGPT + Azure Code",
+    "hybrid": "BurstGPT, first rows + Azure Code",
 }
 _DEFAULT = "colocated, chunks of 2,048"
 """Default of vLLM, which §2.4 measures; not tuned."""
@@ -171,7 +170,7 @@ def _replay(other: str) -> Figure:
         return mine / max(goodput_at(lab, other, "burstgpt", rate, cv=_TRACE_CV), 1e-9)
 
     note = f"gaps vary as the trace's; at {_PRESSURE} x DynaServe's capacity"
-    return _over("10-replay", _GOODPUT, "BurstGPT, bursts", other, measure, note)
+    return _over("10-replay", _GOODPUT, "BurstGPT, first rows, bursts", other, measure, note)
 
 
 def _splits(name: str, size: str = "") -> Figure:
@@ -417,7 +416,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     _row(
         "table3-overhead",
-        "BurstGPT at 10/s",
+        "BurstGPT, first rows, at 10/s",
         "itself",
         "scheduling of a request",
         "ms",
@@ -429,7 +428,5 @@ FIGURES: tuple[Figure, ...] = (
     ),
 )
 
-CONDITIONS: tuple[str, ...] = (
-    "Lengths: " + ("rows of the public traces." if traced() else "fitted to the public traces, which are not at hand."),
-)
+CONDITIONS: tuple[str, ...] = ("Lengths: rows of the public traces.",)
 """Conditions of the measurement that the code does not show."""

@@ -2,8 +2,8 @@
 
 Choices that the paper leaves open, made here for all systems alike:
 
-    lengths      rows of the public traces where `COHORT_TRACES` names their folder, drawn with replacement; else fitted
-                 to them (common/workloads/papers.py). Mini Reasoning is Table 1's shape, 219 + 1467
+    lengths      rows of the public traces that ship, drawn with replacement; of BurstGPT's 1.4 million the first 268,
+                 nearly all conversations. Mini Reasoning is Table 1's shape, 219 + 1467
     mixing       iterations with prompts and decodes take `MIXED_SHARE` longer, fitted to Table 1 (`baselines`)
     capacity     the highest Poisson rate at which 99 % of the requests have no gap beyond 100 ms (so the paper counts
                  it: 1 % of requests may violate the bound), with a median TTFT of at most 2 s (Sarathi-Serve's
@@ -24,11 +24,9 @@ Nothing here tunes anything but the baseline's chunk.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -40,6 +38,7 @@ from cohort.common.workloads.generate import FromTrace, generate
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
+from cohort.common.workloads.trace_files import shipped_file
 from cohort.common.workloads.traces import read_trace
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
@@ -121,22 +120,15 @@ DYNASERVE = System(SPLIT)
 # -- workloads -------------------------------------------------------------------------------------------------------
 
 
-def traced() -> bool:
-    return all(_rows(name) is not None for name in _TRACES)
-
-
 @cache
-def _rows(name: str) -> FromTrace | None:
-    folder = os.environ.get("COHORT_TRACES", "")
-    path = Path(folder, f"{_TRACES.get(name, '')}.csv.gz")
-    return FromTrace(read_trace(path), name, resample=True) if folder and path.is_file() else None
+def _rows(name: str) -> FromTrace:
+    return FromTrace(read_trace(shipped_file(_TRACES[name])), name, resample=True)
 
 
 def _lengths(name: str, arrivals: Arrivals, count: int, seed: int) -> Workload:
-    rows = _rows(name)
-    if rows is None:
-        return paper_workload(f"dynaserve-{name}", arrivals, count=count, seed=seed)
-    return generate(name, rows, arrivals, count=count, seed=seed)
+    if name in _TRACES:
+        return generate(name, _rows(name), arrivals, count=count, seed=seed)
+    return paper_workload(f"dynaserve-{name}", arrivals, count=count, seed=seed)
 
 
 def workload(name: str, rate: float, end_s: float, cv: float = 1.0, *, seed: int = 0) -> Workload:

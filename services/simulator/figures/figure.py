@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import itertools
-import os
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -111,7 +110,7 @@ class Lab:
 
     def _path(self, folder: Path, key: Hashable) -> Path:
         """Name the file of a run by a digest. A folder belongs to one version of the code."""
-        parts = [__version__, repr(key), self.chosen_seed, self.scatter, bool(os.environ.get("COHORT_TRACES"))]
+        parts = [__version__, repr(key), self.chosen_seed, self.scatter]
         return folder / f"{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]}.run"
 
     def measured(self, measure: Callable[[Lab], float]) -> tuple[float, bool]:

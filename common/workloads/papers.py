@@ -86,8 +86,11 @@ SHAPES: Mapping[str, PaperShape] = {
     ),
     "alignedserve-azure": PaperShape(
         Drawn(fitted_lognormal(1188.8, 1159.0, 3, 7437), fitted_lognormal(201.8, 162.1, 7, 1000)),
-        "AlignedServe §4.1, AzurePublicDataset (prompts of 3 to 7,437 tokens)",
-        notes=("mean and spread measured on the published 2023 conversation trace",),
+        "AlignedServe §4.1, AzurePublicDataset, as conversations (prompts of 3 to 7,437 tokens)",
+        notes=(
+            "mean and spread measured on the published 2023 conversation trace",
+            "the printed range is that of the code trace, whose rows are the trace azure2023_code",
+        ),
     ),
     "dynaserve-code": PaperShape(Drawn(Fixed(8192), Fixed(32)), "DynaServe §2.4 and Table 1, long prompt"),
     "dynaserve-balanced": PaperShape(Drawn(Fixed(2048), Fixed(512)), "DynaServe §2.4 and Table 1, balanced"),

@@ -18,7 +18,7 @@ import msgspec
 from cohort.common.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "traces"
-_SUFFIX = ".csv.gz"
+SUFFIX = ".csv.gz"
 
 
 class Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ def names() -> list[str]:
 @cache
 def shipped_file(name: str) -> Path:
     """Return the file of a shipped trace or table once its sum is right. Raises `ConfigError`."""
-    path = FOLDER / f"{name}{_SUFFIX}"
+    path = FOLDER / f"{name}{SUFFIX}"
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -72,7 +72,7 @@ def trace_file(text: str) -> Path | None:
     """Find a trace: a file, else a shipped one by its name (or its file's). None: neither. Raises `ConfigError`."""
     if Path(text).is_file():
         return Path(text)
-    name = text.removesuffix(_SUFFIX)
+    name = text.removesuffix(SUFFIX)
     return shipped_file(name) if name in names() else None
 
 

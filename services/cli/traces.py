@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from cohort.common.errors import ConfigError
 from cohort.common.workloads import servegen
-from cohort.common.workloads.trace_files import Shipped, names, shipped, trace_file
+from cohort.common.workloads.trace_files import FOLDER, SUFFIX, Shipped, names, shipped, trace_file
 from cohort.common.workloads.traces import Trace, open_trace, read_trace, write_trace
 
 DESCRIPTION = """\
@@ -81,7 +81,7 @@ def _shown(name: str) -> Iterator[str]:
         of = [title for title, one in shipped().items() if not one.has_requests]
     elif (path := trace_file(name)) is not None:
         yield from numbers(read_trace(path, sort=True))
-        of = [title for title in names() if trace_file(title) == path]
+        of = [path.name.removesuffix(SUFFIX)] if path.parent == FOLDER else []
     else:
         raise ConfigError(f"{name}: neither a file nor one of {', '.join((*names(), *servegen.NAMES))}")
     for title in of:
@@ -144,4 +144,5 @@ def _written(to: str) -> Iterator[TextIO]:
     except OSError as error:
         raise ConfigError(f"{to}: cannot be written ({error.strerror or error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()

@@ -206,6 +206,18 @@ def shipped_reasons() -> tuple[Reason, ...]:
     return tuple(Reason(expanded(entry.pop("begins")), **entry) for entry in entries)
 
 
+class _Denominator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rows: tuple[str, ...]
+    renamed: dict[str, str]
+
+
+@cache
+def shipped_denominator() -> tuple[str, ...]:
+    """Return the ids, as they are now, of the rows among which the share of reproduced ones is counted."""
+    found = msgspec.yaml.decode((FOLDER / "denominator.yaml").read_bytes(), type=_Denominator)
+    return tuple(found.renamed.get(name, name) for name in found.rows)
+
+
 def _claim(paper: str, entry: dict[str, str]) -> Claim:
     """Read a claim. The entry's key for its ids names the kind of comparison."""
     kind = next(kind for kind in Kind if kind.value in entry)

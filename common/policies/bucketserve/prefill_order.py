@@ -132,7 +132,7 @@ class BucketedPrefill(PrefillOrder):
         """Return a batch of one bucket, led by the most urgent request; None if memory has no room for it now.
 
         B6 · §IV: online, the bucket whose oldest request arrived first, and within it the oldest first; offline
-        requests of that bucket fill it by SJF or LJF once no online request waits anywhere.
+        requests of that bucket fill what is left of the batch by SJF or LJF, whatever waits in other buckets.
         """
         heads = [entry for entry in (self._online.oldest, self._offline.oldest) if entry is not None]
         leader = self._serials[min(heads) & SERIAL]
@@ -157,7 +157,7 @@ class BucketedPrefill(PrefillOrder):
     def _next_of(self, bucket: Bucket) -> _Item | None:
         low, high = bucket.low, bucket.high
         entry = self._online.first_due(low, high)
-        if entry is None and not len(self._online):
+        if entry is None:
             match self._options.fill:
                 case "oldest":
                     entry = self._offline.first_due(low, high)

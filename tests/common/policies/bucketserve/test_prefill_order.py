@@ -85,6 +85,18 @@ def test_online_work_goes_before_offline_work_and_keeps_it_out_of_its_batches() 
     assert names(queue.decide(4.0, pair())) == [("on0", "on1"), ("on2", "off")]
 
 
+@pytest.mark.parametrize(("leader_online", "expected"), [(True, ("on", "o0", "o1", "o2")), (False, ("o0", "o1", "o2"))])
+def test_offline_requests_fill_a_batch_while_online_ones_wait_in_another_bucket(
+    leader_online: bool, expected: tuple[str, ...]
+) -> None:
+    """Under a steady online load some request always waits; an offline batch is as large as memory is safe for."""
+    queue = filled(order(max_batch=4, ahead=1000), *(waiting(f"long{i}", 700, arrival_s=90.0 + i) for i in range(2)))
+    filled(queue, *(waiting(f"o{i}", 8 + i, arrival_s=float(i), online=False) for i in range(3)))
+    if leader_online:
+        filled(queue, waiting("on", 8, arrival_s=1.0))
+    assert names(queue.decide(92.0, pair(blocks=1000)))[0] == expected
+
+
 def test_an_infinite_delay_lets_every_online_request_pass() -> None:
     queue = filled(
         order(BucketServeSettings(offline_delay_s=float("inf")), max_batch=1),

@@ -21,6 +21,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     count: int
     mean: float
+    p10: float
     p50: float
     p90: float
     p99: float
@@ -72,5 +73,5 @@ class Histogram:
         """Return the distribution, or None without values: a made-up zero would read as very fast."""
         if not self.count:
             return None
-        p50, p90, p99 = (self.quantile(share) * 1e3 for share in (0.5, 0.9, 0.99))
-        return Distribution(self.count, self.sum_s / self.count * 1e3, p50, p90, p99, self.max_s * 1e3)
+        p10, p50, p90, p99 = (self.quantile(share) * 1e3 for share in (0.1, 0.5, 0.9, 0.99))
+        return Distribution(self.count, self.sum_s / self.count * 1e3, p10, p50, p90, p99, self.max_s * 1e3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from cohort.services.simulator.core.report import SimReport
@@ -83,7 +84,16 @@ def _part(part: str, metric: str, *, saturated: bool = False) -> Figure:
     standing = Standing.READING if part == "forecast" or saturated else Standing.CLAIM
     standing = Standing.UNCOMPARED if math.isnan(paper) else standing
     id_, note = f"11-{of}-{part.lower()}{'' if saturated else '-printed'}", "; ".join(text for text in notes if text)
-    return _row(id_, _ALL, f"{name} against vLLM", metric, "x", paper, measure, note, standing, paper_to=to)
+    row = _row(id_, _ALL, f"{name} against vLLM", metric, "x", paper, measure, note, standing, paper_to=to)
+    if part != "full":
+        return row
+    return replace(row, exercised=lambda lab: fmean(_borrowed(report(lab, ECOSERVE, data)) for data in NAMES))
+
+
+def _borrowed(report: SimReport) -> float:
+    """Return the percentage of ended requests that borrowed KV (E7)."""
+    borrowers = sum(instance.scheduler["borrowers_total"] for instance in report.instances)
+    return 100.0 * borrowers / max(1, report.overall.finished)
 
 
 def _failed(report: SimReport, preset: str) -> float:
@@ -194,9 +204,14 @@ def _sweep(option: str, data: str, paper: float) -> Figure:
     def measure(lab: Lab) -> float:
         return 100.0 * min(_swept(lab, option, data))[1]
 
+    def lent(lab: Lab) -> float:
+        settings = ({"tune_padding": False, option: value} for value in _SWEEPS[option])
+        return max(_borrowed(printed(lab, ECOSERVE, data, each)) for each in settings)
+
     note = f"of {', '.join(f'{100 * value:g}' for value in _SWEEPS[option])}, by mean JCT"
-    workload = f"{NAMES[data]}, OPT-13B"
-    return _row(f"12-{option}-{data}", workload, "itself", f"best {option}", "%", paper, measure, note)
+    workload, exercised = f"{NAMES[data]}, OPT-13B", lent if option == "buffer" else None
+    id_, metric = f"12-{option}-{data}", f"best {option}"
+    return _row(id_, workload, "itself", metric, "%", paper, measure, note, exercised=exercised)
 
 
 def _spread(option: str, data: str) -> Figure:

@@ -139,6 +139,8 @@ class Figure:
     """Kind of comparison, where neither its claim nor its unit says it."""
     paper_to: float | None = None
     """Other end of a range that the paper prints; `paper` is the one nearer to no effect."""
+    exercised: Callable[[Lab], float] | None = None
+    """Percentage of the requests behind the number that used the mechanism it is about: were split, or borrowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +164,12 @@ class Paper:
         kind: Kind | None = None,
         paper_to: float | None = None,
         where: str = "",
+        exercised: Callable[[Lab], float] | None = None,
     ) -> Figure:
         """Make a row. `id_` begins with the figure's number, unless `where` says where in the paper it stands."""
         figure = f"{self.name} {where or 'Fig. ' + id_.split('-')[0]}"
         about = (self.system, figure, workload, baseline, metric, unit, paper)
-        return Figure(f"{self.system}-{id_}", *about, measure, note, standing, kind, paper_to)
+        return Figure(f"{self.system}-{id_}", *about, measure, note, standing, kind, paper_to, exercised)
 
 
 # -- what the papers claim, and why rows differ, as `configs/reproduction/` says it -----------------------------------
@@ -183,15 +186,47 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`ids` are ids of figures; `why` says in at most eight words what explains the verdict, `shown_by` is the command
-    whose numbers show it: both stand where the verdict is another than reproduced."""
+    """What a paper says in one sentence of one group of models. `ids` are ids of figures."""
 
     paper: str
     statement: str
     kind: Kind
     ids: tuple[str, ...]
-    why: str = ""
-    shown_by: str = ""
+
+
+class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter that a paper does not print, chosen by a figure of it. `anchors`: figures that chose it; `rows` are
+    beginnings of ids of those measured with it, but for the ones that begin as `without` says. Both stand as a shell
+    expands them."""
+
+    name: str
+    file: str
+    value: str
+    what: str
+    chosen_by: str
+    anchors: str = ""
+    rows: str = ""
+    without: str = ""
+
+    def is_under(self, id_: str) -> bool:
+        """Return whether a row rests on it."""
+        return id_.startswith(_beginnings(self.rows)) and not id_.startswith(_beginnings(self.without))
+
+
+@cache
+def _beginnings(patterns: str) -> tuple[str, ...]:
+    return expanded(patterns)
+
+
+@cache
+def shipped_constants() -> tuple[Constant, ...]:
+    return msgspec.yaml.decode((FOLDER / "constants.yaml").read_bytes(), type=tuple[Constant, ...])
+
+
+@cache
+def shipped_unmapped() -> dict[str, str]:
+    """Return, by paper, the printed numbers that no row compares."""
+    return msgspec.yaml.decode((FOLDER / "unmapped.yaml").read_bytes(), type=dict[str, str])
 
 
 @cache

@@ -55,11 +55,15 @@ class Reproduced(msgspec.Struct, frozen=True):
     note: str
     seeds: list[int]
     values: list[float]
+    exercised: float | None = None
+    """Median percentage of requests that used the mechanism."""
 
     @classmethod
-    def of(cls, figure: Figure, values: Sequence[float], seeds: Sequence[int]) -> Reproduced:
+    def of(
+        cls, figure: Figure, values: Sequence[float], seeds: Sequence[int], exercised: Sequence[float] = ()
+    ) -> Reproduced:
         """Make a row. `values` in the figure's unit; one, and no seeds, where chance has no part in it."""
-        found = Spread.of(values, deterministic=not seeds)
+        found = Spread.of(values, deterministic=not seeds, exercised=exercised)
         same = ("id", "system", "figure", "workload", "baseline", "metric", "unit", "paper", "note")
         return cls(
             **{name: getattr(figure, name) for name in same},
@@ -71,11 +75,12 @@ class Reproduced(msgspec.Struct, frozen=True):
             verdict=row_verdict(kind_of(figure), figure.paper, found, figure.paper_to),
             seeds=list(seeds),
             values=list(values),
+            exercised=found.exercised,
         )
 
     @property
     def spread(self) -> Spread:
-        return Spread(self.low, self.ours, self.high, len(self.seeds))
+        return Spread(self.low, self.ours, self.high, len(self.seeds), self.exercised)
 
 
 @cache
@@ -129,10 +134,9 @@ def reproduce(
     rows = []
     for figure in chosen:
         measured = found[figure.id]
-        chance = measured[0].chance
-        rows.append(
-            Reproduced.of(figure, [one.number for one in measured], [one.seed for one in measured] if chance else [])
-        )
+        values, drawn = [one.number for one in measured], [one.seed for one in measured if one.chance]
+        exercised = [one.exercised for one in measured if one.exercised is not None]
+        rows.append(Reproduced.of(figure, values, drawn, exercised))
     return rows
 
 
@@ -173,6 +177,7 @@ class Measurement(msgspec.Struct, frozen=True):
     seed: int
     value: float | None
     chance: bool
+    exercised: float | None = None
 
     @property
     def number(self) -> float:
@@ -243,7 +248,8 @@ def _unit(
         figure = find(name)
         number, chance = lab.measured(figure.measure)
         value = number if math.isfinite(number) else None
-        one = Measurement(digest(figure, seed, scatter), name, seed, value, chance)
+        exercised = lab.measured(figure.exercised)[0] if figure.exercised is not None else None
+        one = Measurement(digest(figure, seed, scatter), name, seed, value, chance, exercised)
         if results is not None:  # by the process that measured: nothing of an unfinished unit is lost
             append_line(results, one)
         yield one

@@ -56,6 +56,15 @@ def test_a_row_has_the_median_and_the_spread_of_its_seeds() -> None:
     )
 
 
+def test_how_many_requests_used_the_mechanism_is_measured_beside_the_number(tmp_path: Path) -> None:
+    file, split = tmp_path / "results.jsonl", replace(figure("x", drawn), exercised=lambda lab: 0.2 * lab.seed)
+    (row,) = reproduce([split], quiet, range(3), results=file)
+    assert (row.ours, row.exercised, row.verdict) == (pytest.approx(4.1), pytest.approx(0.2), "unexercised")
+    assert reproduce([split], quiet, range(3), results=file) == [row] and len(runs) == 3
+    (used,) = reproduce([replace(split, exercised=lambda lab: 30.0)], quiet, range(3))
+    assert (used.exercised, used.verdict) == (30.0, "reproduced")
+
+
 def test_what_never_asks_for_the_seed_runs_once() -> None:
     rows = reproduce([figure("x", certain), figure("y", drawn)], quiet, range(3))
     assert runs == [("certain", 0), ("drawn", 0), ("drawn", 1), ("drawn", 2)]
@@ -131,7 +140,7 @@ def test_what_a_number_depends_on_is_in_its_digest() -> None:
 def test_a_number_that_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     (row,) = reproduce([figure("x", lambda lab: math.inf * (1 + lab.seed))], quiet, range(2), results=file)
-    assert math.isnan(row.ours) and row.verdict == "cannot be told"
+    assert math.isnan(row.ours) and row.verdict == "unclear"
     assert [one.value for one in read_results(file).values()] == [None, None]
 
 
@@ -151,7 +160,10 @@ def test_the_command_tells_verdicts_and_spread(
     assert main(["reproduce", "--seeds", "3", "--json", "--docs", str(page)]) == 0
     rows = msgspec.json.decode(capsys.readouterr().out, type=list[Reproduced])
     assert [(row.verdict, len(row.seeds)) for row in rows] == [("reproduced", 3), ("not", 0)]
-    assert "# Do we reproduce" in page.read_text() and '"x-1":[4.0,4.1,4.2,3]' in (tmp_path / "page.json").read_text()
+    assert (
+        "# Do we reproduce" in page.read_text()
+        and '"id":"x-1","low":4.0,"median":4.1,"high":4.2,"seeds":3' in (tmp_path / "page.json").read_text()
+    )
     runs.clear()
     assert main(["reproduce", "--list", "--docs", str(page)]) == 0
     assert "3 seeds" in capsys.readouterr().out and runs == []

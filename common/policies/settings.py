@@ -69,6 +69,7 @@ class DynaServeSettings(policies.DynaServeConfig, frozen=True):
     least_segment: Positive = 32  # tokens; a shorter segment is not worth a KV transfer
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
     balance: Literal["work", "end"] = "work"  # what the search balances: seconds of work there, or predicted ends
+    whole_where_idle: bool = True  # a request stays whole while an instance is idle; false = it may be split (Alg. 1)
     await_arrivals: bool = True  # of a split's gain only what no next request would fill counts; false = all (Alg. 1)
 
 

@@ -114,6 +114,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         dynaserve={
             "balance": st.sampled_from(["work", "end"]),
             "await_arrivals": st.booleans(),
+            "whole_where_idle": st.booleans(),
             "tbt_slo_s": st.sampled_from([0.012, 0.1]),
         },
     ),

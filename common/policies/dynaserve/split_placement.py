@@ -103,7 +103,7 @@ class SplitPlacement(Placement):
         relief = self._relieving_split(first, others, slo_s, whole)
         if relief is not None:
             return self._share(now_s, request.request_id, _Choice(first, relief, Split(prompt, 0.0, 0.0, 0)), whole)
-        if self._idle(first, slo_s, prompt):
+        if options.whole_where_idle and self._idle(first, slo_s, prompt):
             return self._record_placed(now_s, request.request_id, first, whole, "an instance is idle")
         if self._full(second, slo_s, prompt) and not self._full(first, slo_s, prompt):
             return self._record_placed(

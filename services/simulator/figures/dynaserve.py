@@ -4,13 +4,14 @@ Workloads, systems and choices that the paper leaves open: `dynaserve_setup`. Go
 a second that came within 100 ms of the one before them, when more comes than can be served: at `_PRESSURE` times the
 capacity of the best system there (14B), or of DynaServe (32B, 72B, bursts: two searches less for each). RDMA
 connects the instances for the figure about transfers (the paper's two servers). No figure tunes anything but the
-baseline's chunk, and that at the rate of the figure.
+baseline's chunk, and that at the rate of the figure. Where hardly a request was split, a number says nothing of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -26,6 +27,7 @@ from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.dynaserve_setup import (
+    AS_PRINTED,
     COLOCATED,
     DISAGGREGATED,
     DYNASERVE,
@@ -56,6 +58,7 @@ _NAMES: Mapping[str, str] = {
 }
 _DEFAULT = "colocated, chunks of 2,048"
 """Default of vLLM, which §2.4 measures; not tuned."""
+_PRINTED = "dynaserve as printed"
 _SHORT: Mapping[str, str] = {
     COLOCATED: "colocated",
     DISAGGREGATED: "disaggregated",
@@ -70,8 +73,9 @@ _TRACE_CV = 3.92
 
 
 def _capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
-    if preset == _DEFAULT:
-        return rate_of(name, highest(lab, System(COLOCATED, 2048), name, scale=scale))
+    given = {_DEFAULT: System(COLOCATED, 2048), _PRINTED: AS_PRINTED}
+    if preset in given:
+        return rate_of(name, highest(lab, given[preset], name, scale=scale))
     return capacity(lab, preset, name, scale)
 
 
@@ -92,8 +96,21 @@ _CAPACITY, _GOODPUT = "serving capacity", "goodput"
 _FOUR = ("azure-code", "burstgpt", "arxiv", "reasoning")
 
 
-def _capacity_over(lab: Lab, name: str, other: str) -> float:
-    return _capacity(lab, SPLIT, name) / max(_capacity(lab, other, name), 1e-9)
+def _capacity_over(lab: Lab, name: str, other: str, ours: str = SPLIT) -> float:
+    return _capacity(lab, ours, name) / max(_capacity(lab, other, name), 1e-9)
+
+
+def _split_at_capacity(lab: Lab, name: str, ours: str = SPLIT) -> float:
+    """Return the percentage of requests that were split at the capacity."""
+    system = AS_PRINTED if ours == _PRINTED else DYNASERVE
+    return split_share(run(lab, system, name, _capacity(lab, ours, name)))
+
+
+def _split_under_pressure(lab: Lab, name: str, size: str = "", cv: float = 1.0) -> float:
+    """Return the percentage of requests that Fig. 8's own run of DynaServe split; `cv`: or Fig. 10's."""
+    scale = _LARGE[size] if size else SMALL
+    rate = _own_pressure(lab, name, scale) if size or cv != 1.0 else _pressure(lab, name)
+    return split_share(run(lab, DYNASERVE, name, rate, scale, cv))
 
 
 _row = Paper("dynaserve", "DynaServe").row
@@ -108,26 +125,36 @@ def _over(
     note: str = "",
     paper: float = 1.0,
     standing: Standing = Standing.CLAIM,
+    *,
+    split: Callable[[Lab], float],
 ) -> Figure:
     """Make a row of DynaServe over the other; `id_` begins with the figure's number. Of a single workload the paper
-    prints no number but who wins: `paper` 1."""
+    prints no number but who wins: `paper` 1. `split`: percentage of requests that were."""
     id_, metric, kind = f"{id_}-{_SHORT[other]}", f"{metric}, DynaServe over it", Kind.MORE if paper == 1.0 else None
-    return _row(id_, workload, other, metric, "x", paper, measure, note, standing, kind)
+    return _row(id_, workload, other, metric, "x", paper, measure, note, standing, kind, exercised=split)
 
 
-def _of_four(which: str, other: str, paper: float) -> Figure:
+def _of_four(which: str, other: str, paper: float, ours: str = SPLIT) -> Figure:
     """Compare with Fig. 9's text, which prints the mean, the least and the most of the four workloads."""
     choices: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "least": min, "most": max}
 
     def measure(lab: Lab) -> float:
-        return choices[which]([_capacity_over(lab, name, other) for name in _FOUR])
+        return choices[which]([_capacity_over(lab, name, other, ours) for name in _FOUR])
 
-    return _over(f"9-{which}", _CAPACITY, f"{which} of the four workloads", other, measure, paper=paper)
+    def split(lab: Lab) -> float:
+        return max(_split_at_capacity(lab, name, ours) for name in _FOUR)
+
+    id_, about = f"9-{'printed-' if ours == _PRINTED else ''}{which}", f"{which} of the four workloads"
+    note, standing = (_ALG_1, Standing.READING) if ours == _PRINTED else ("", Standing.CLAIM)
+    return _over(id_, _CAPACITY, about, other, measure, note, paper, standing, split=split)
+
+
+_ALG_1 = "Alg. 1 as printed: predicted ends are balanced, a split waits for no load"
 
 
 def _capacity_ratio(name: str, other: str, note: str = "", standing: Standing = Standing.CLAIM) -> Figure:
-    measure = partial(_capacity_over, name=name, other=other)
-    return _over(f"9-capacity-{name}", _CAPACITY, _NAMES[name], other, measure, note, standing=standing)
+    measure, split = partial(_capacity_over, name=name, other=other), partial(_split_at_capacity, name=name)
+    return _over(f"9-capacity-{name}", _CAPACITY, _NAMES[name], other, measure, note, standing=standing, split=split)
 
 
 def _goodput_over(lab: Lab, other: str) -> float:
@@ -146,19 +173,30 @@ def _best_goodput(other: str, paper: float) -> Figure:
         large = (_large_over(lab, size, name, other) for size in _LARGE for name in _LARGE_WORKLOADS)
         return max(_goodput_over(lab, other), *large)
 
-    return _over("8-best", _GOODPUT, "best of all workloads and models", other, measure, "paper: up to", paper)
+    def split(lab: Lab) -> float:
+        large = (_split_under_pressure(lab, name, size) for size in _LARGE for name in _LARGE_WORKLOADS)
+        return max(_split_most(lab), *large)
+
+    about = "best of all workloads and models"
+    return _over("8-best", _GOODPUT, about, other, measure, "paper: up to", paper, split=split)
+
+
+def _split_most(lab: Lab) -> float:
+    return max(_split_under_pressure(lab, name) for name in _FOUR)
 
 
 def _goodput_ratio(other: str) -> Figure:
     note = f"at {_PRESSURE} x the best capacity, the chunk tuned there"
     workload = "14B, best of four workloads"
-    return _over("8-goodput", _GOODPUT, workload, other, lambda lab: _goodput_over(lab, other), note)
+    return _over("8-goodput", _GOODPUT, workload, other, lambda lab: _goodput_over(lab, other), note, split=_split_most)
 
 
 def _large_ratio(size: str, name: str, other: str) -> Figure:
     measure = partial(_large_over, size=size, name=name, other=other)
+    split = partial(_split_under_pressure, name=name, size=size)
     note = f"{_LARGE[size].devices} devices an instance, at {_PRESSURE} x DynaServe's capacity"
-    return _over(f"8-goodput-{size.lower()}-{name}", _GOODPUT, f"{size}, {_NAMES[name]}", other, measure, note)
+    id_, workload = f"8-goodput-{size.lower()}-{name}", f"{size}, {_NAMES[name]}"
+    return _over(id_, _GOODPUT, workload, other, measure, note, split=split)
 
 
 def _replay(other: str) -> Figure:
@@ -170,17 +208,13 @@ def _replay(other: str) -> Figure:
         return mine / max(goodput_at(lab, other, "burstgpt", rate, cv=_TRACE_CV), 1e-9)
 
     note = f"gaps vary as the trace's; at {_PRESSURE} x DynaServe's capacity"
-    return _over("10-replay", _GOODPUT, "BurstGPT, first rows, bursts", other, measure, note)
+    split = partial(_split_under_pressure, name="burstgpt", cv=_TRACE_CV)
+    return _over("10-replay", _GOODPUT, "BurstGPT, first rows, bursts", other, measure, note, split=split)
 
 
 def _splits(name: str, size: str = "") -> Figure:
     """Count the requests that Fig. 8's own run of DynaServe split."""
-    scale = _LARGE[size] if size else SMALL
-
-    def measure(lab: Lab) -> float:
-        rate = _own_pressure(lab, name, scale) if size else _pressure(lab, name)
-        return split_share(run(lab, DYNASERVE, name, rate, scale))
-
+    measure = partial(_split_under_pressure, name=name, size=size)
     id_, workload = f"splits-8-{size.lower() + '-' if size else ''}{name}", f"{size or '14B'}, {_NAMES[name]}"
     note = "of the requests placed; the paper prints no number"
     standing = Standing.UNCOMPARED
@@ -219,31 +253,37 @@ def _varied(sigma: float, seed: int) -> Workload:
     return with_slos(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
 
 
-def _varied_goodput(lab: Lab, sigma: float) -> float:
+def _varied_run(lab: Lab, sigma: float) -> SimReport:
     def of_sigma() -> SimReport:
         system = System(SPLIT, settings=(("gateway", "default_prediction_tokens", 1467),))
         return simulated(
             system, _varied(sigma, lab.seed), lab.options(predictor="none", warmup_s=100.0, horizon_s=220.0)
         )
 
-    return within_per_s(lab.run(("varied", sigma), of_sigma))
+    return lab.run(("varied", sigma), of_sigma)
 
 
-class _Alternating(Placement):
-    """Splits every request at the same share of its tokens, first segment on either instance in turn.
+def _goodput_kept(lab: Lab, sigma: float) -> float:
+    """Return the percentage of the goodput without errors that is left with them."""
+    return 100.0 * within_per_s(_varied_run(lab, sigma)) / within_per_s(_varied_run(lab, 0.0))
+
+
+class _AtShare(Placement):
+    """Splits every request at the same share of its tokens, first segment on either instance in turn, or (`one_way`)
+    on the same one.
 
     With this, an offline search over shares knows the whole future of a workload of equal requests.
     """
 
-    def __init__(self, share: float, output: int) -> None:
-        self._share, self._output, self._turn = share, output, 0
+    def __init__(self, share: float, output: int, *, one_way: bool = False) -> None:
+        self._share, self._output, self._one_way, self._turn = share, output, one_way, 0
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
     ) -> Placed | Wait:
         names = sorted(cluster.instances)
-        self._turn += 1
-        first, second = (names if self._turn % 2 else reversed(names)) if len(names) == 2 else (names[0], names[0])
+        self._turn += 0 if self._one_way else 1
+        first, second = (reversed(names) if self._turn % 2 else names) if len(names) == 2 else (names[0], names[0])
         total = len(waiting.request.tokens) + self._output
         position = round(self._share * total)
         if first == second or not 0 < position < total:
@@ -254,7 +294,7 @@ class _Alternating(Placement):
 def _at_share(lab: Lab, share: float | None) -> SimReport:
     """Simulate equal requests, saturated: all split at this share of their tokens, or as the preset does."""
     rate, end_s = 3.6, 120.0
-    placement = None if share is None else _Alternating(share, 512)
+    placement = None if share is None else _AtShare(share, 512)
     return lab.run(
         ("oracle", share),
         lambda: simulated(
@@ -272,6 +312,28 @@ def _against_oracle(lab: Lab) -> float:
     return 100.0 * within_per_s(_at_share(lab, None)) / best
 
 
+_POSITIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+"""Shares of the answer that the first device decodes, of which Fig. 5's best is one."""
+
+
+def _best_position(lab: Lab) -> float:
+    """Return the share of the answer on the first of two devices with which most tokens are decoded: requests of
+    1,024 + 1,024 tokens, all with their prompt on the first, more of them than can be served."""
+    rate, warmup_s, end_s = 4.0, 150.0, 270.0
+
+    def decoded(share: float) -> int:
+        def simulation() -> SimReport:
+            drawn = paper_workload("dynaserve-balanced", RandomArrivals(rate), count=round(rate * end_s), seed=lab.seed)
+            items = tuple(replace(item, prompt_tokens=1024, output_tokens=1024) for item in drawn.items)
+            found = with_slos(replace(drawn, items=items), slo_of)
+            placement = _AtShare(0.5 + 0.5 * share, 1024, one_way=True)
+            return simulated(DYNASERVE, found, lab.options(warmup_s=warmup_s, horizon_s=end_s), placement)
+
+        return sum(each.decode_tokens for each in lab.run(("position", share), simulation).instances)
+
+    return max(_POSITIONS, key=decoded)
+
+
 def _exposed_less(lab: Lab) -> float:
     """Return the percentage of exposed transfer time per KV transfer that pushing chunks removes; every request is
     handed over in the middle of its answer."""
@@ -284,7 +346,7 @@ def _exposed_less(lab: Lab) -> float:
                 system,
                 with_slos(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150, seed=lab.seed), slo_of),
                 lab.options(horizon_s=120.0),
-                _Alternating(0.5, 1467),
+                _AtShare(0.5, 1467),
                 across=True,
             ),
         )
@@ -310,7 +372,11 @@ def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
         id_: str, metric: str, unit: str, paper: float, measure: Callable[[Lab], float], note: str, claim: bool = False
     ) -> Figure:
         standing = Standing.CLAIM if claim else Standing.READING
-        return _row(f"table2-{id_}-{of}", *head, metric, unit, paper, measure, note, standing, where="Table 2")
+        id_, split = (
+            f"table2-{id_}-{of}",
+            partial(_split_at_capacity, name=HYBRID) if claim and preset == SPLIT else None,
+        )
+        return _row(id_, *head, metric, unit, paper, measure, note, standing, where="Table 2", exercised=split)
 
     return [
         row("requests", capacity_, rates, per_s, lambda lab: _capacity(lab, preset, HYBRID), anchored, True),
@@ -342,6 +408,12 @@ FIGURES: tuple[Figure, ...] = (
     _of_four("mean", DISAGGREGATED, 1.37),
     _of_four("least", DISAGGREGATED, 1.09),
     _of_four("most", DISAGGREGATED, 1.67),
+    _of_four("mean", COLOCATED, 2.37, _PRINTED),
+    _of_four("least", COLOCATED, 1.15, _PRINTED),
+    _of_four("most", COLOCATED, 3.07, _PRINTED),
+    _of_four("mean", DISAGGREGATED, 1.37, _PRINTED),
+    _of_four("least", DISAGGREGATED, 1.09, _PRINTED),
+    _of_four("most", DISAGGREGATED, 1.67, _PRINTED),
     *(_capacity_ratio(name, COLOCATED, "its chunk tuned for each workload") for name in _FOUR),
     *(_capacity_ratio(name, DISAGGREGATED) for name in _FOUR),
     _capacity_ratio("azure-code", _DEFAULT, standing=Standing.READING),
@@ -386,9 +458,10 @@ FIGURES: tuple[Figure, ...] = (
             "goodput against sigma 0",
             "%",
             paper,
-            lambda lab, s=float(sigma): 100.0 * _varied_goodput(lab, s) / _varied_goodput(lab, 0.0),  # type: ignore[misc]
-            "prediction: always 1,467; ours leaves these requests whole, so little depends on it",
+            partial(_goodput_kept, sigma=float(sigma)),
+            "prediction: always 1,467",
             where="Table 4",
+            exercised=lambda lab, s=float(sigma): split_share(_varied_run(lab, s)),  # type: ignore[misc]
         )
         for sigma, paper in ((10, 99.56), (50, 98.83), (100, 97.09))
     ),
@@ -413,6 +486,17 @@ FIGURES: tuple[Figure, ...] = (
         _against_oracle,
         "paper: within 1 %; ours: the best of four fixed shares",
         where="§4.1",
+        exercised=lambda lab: split_share(_at_share(lab, None)),
+    ),
+    _row(
+        "5-position",
+        "prompt 1024, output 1024",
+        "itself",
+        "share of the answer on the first device, the best",
+        "of it",
+        0.3,
+        _best_position,
+        f"of {', '.join(f'{share:g}' for share in _POSITIONS)}; Qwen-2.5-14B, more comes than can be served",
     ),
     _row(
         "table3-overhead",

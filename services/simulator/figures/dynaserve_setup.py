@@ -19,7 +19,7 @@ Choices that the paper leaves open, made here for all systems alike:
     links        NVLink between the instances
     memory       nine tenths of a device hold weights, workspace and KV, as in vLLM
 
-Nothing here tunes anything but the baseline's chunk.
+Nothing here tunes anything but the baseline's chunk; `MIXED_SHARE` and `HYBRID_ANSWER` were chosen by figures.
 """
 
 from __future__ import annotations
@@ -115,6 +115,14 @@ class System:
 
 
 DYNASERVE = System(SPLIT)
+AS_PRINTED = System(
+    SPLIT,
+    settings=tuple(
+        ("experiment.dynaserve", *changed)
+        for changed in (("balance", "end"), ("await_arrivals", False), ("whole_where_idle", False))
+    ),
+)
+"""DynaServe by Alg. 1 as printed: predicted ends are balanced, and a split need not wait for load."""
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------

@@ -195,6 +195,18 @@ def test_a_short_request_stays_whole_on_the_less_loaded() -> None:
     assert placed.reason == "whole: no gain from a split"
 
 
+def test_by_the_algorithm_as_printed_a_request_is_split_over_idle_instances_as_well() -> None:
+    printed = DynaServeSettings(balance="end", await_arrivals=False, whole_where_idle=False)
+    reasons = []
+    for options in (printed, structs.replace(printed, whole_where_idle=True)):
+        placed = SplitPlacement(options, default_output=256.0).place(
+            0.0, request("r", 8000, 32.0), cluster(instance("a"), instance("b")), None
+        )
+        assert isinstance(placed, Placed)
+        reasons.append(placed.reason)
+    assert reasons == ["split in the prompt", "whole: an instance is idle"]
+
+
 def test_under_load_the_next_request_fills_the_gap_of_a_split() -> None:
     """Both instances have 0.7 s of prompts. Requests that came every ten seconds leave one of them idle for most of the
     second half of the newcomer; at ten a second another request will be there long before, unless that counts

@@ -1,8 +1,7 @@
 """The time of an iteration: the model's arithmetic over the device's speed, plus the serving stack's own.
 
 One formula for every device; the simulator turns plans into virtual time with it, and a policy that predicts (D4, R3)
-may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold, fitted to measurements;
-nothing here is tuned to a result of a paper.
+may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold, fitted to measurements.
 
     step  =  (max(host, device) + fixed + per_row · rows) · (1 + mixed share, where prompts and decodes share it)
     host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed

@@ -39,10 +39,10 @@ from cohort.services.simulator.core.setup import (
     warn_of_old_profiles,
 )
 from cohort.services.simulator.core.traffic import parse_slo
-from cohort.services.simulator.figures.figure import shipped_claims, shipped_reasons
+from cohort.services.simulator.figures.figure import shipped_unmapped
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 from cohort.services.simulator.reproduce import reproduce, reproduction_page
-from cohort.services.simulator.reproduce.page_numbers import PageNumbers
+from cohort.services.simulator.reproduce.judged_rows import PageNumbers, Rules
 
 _PIPED_WIDTH = 140
 _ADVICE_ROWS = 10
@@ -222,10 +222,10 @@ def run_reproduce(options: argparse.Namespace) -> int:
     else:
         _console().print(render.reproduction(results))
     if page is not None:
-        known = reproduce.all_figures()
-        numbers = numbers.with_results(results, known)
+        known, rules = reproduce.all_figures(), Rules()
+        numbers = numbers.with_results(results, known, rules)
         page.with_suffix(".json").write_bytes(numbers.encoded())
-        written = reproduction_page.markdown(numbers, known, shipped_claims(), shipped_reasons())
+        written = reproduction_page.markdown(numbers.judged(known, rules), known, rules, shipped_unmapped())
         page.write_text(written, encoding="utf-8")
     return 0
 

@@ -158,7 +158,7 @@ examples:
   cohort reproduce --figure dynaserve-table1-code --seeds 3
   cohort reproduce --results figures.jsonl --jobs 2 --docs docs/reproduction.md --lacking
 
-A row's verdict holds for all its seeds or is none: a gain that one seed does not have cannot be told. A run that was
+A row's verdict holds for all its seeds or is none: a gain that one seed does not have is unclear. A run that was
 interrupted goes on where it stopped when it is given the same --results file; all figures take hours."""
 
 

@@ -8,9 +8,10 @@ Choices that the paper leaves open, made here for all systems alike:
                 LongBench: its English and code tasks, each with its published mean (`longbench_workload`), prompts cut
                 at the context; LongBench-like, uniform: the long ones only; ShareGPT as EcoServe prints it; Azure:
                 lognormal with mean and deviation measured on the published 2023 conversation trace
-    load        `_DEPTH` of some 1.6 times what DistServe's decode worker can do, from second 0; figures count from
-                `_WARMUP_S` to `_END_S`. `_DEPTH` is chosen once, for all figures, by the only numbers of the paper that
-                say how deep its overload was: the mean TTFTs of Fig. 15, 1.49 and 2.54 s
+    load        `_DEPTH` of `_OVERLOAD` times what DistServe's decode worker serves when more than that comes
+                (`_SATURATING_PER_S`), from second 0; figures count from `_WARMUP_S` to `_END_S`. `_DEPTH` was chosen
+                once, for all figures, by the only numbers of the paper that say how deep its overload was: the mean
+                TTFTs of Fig. 15, 1.49 and 2.54 s (while DistServe's iterations took 10 ms of host time)
     throughput  tokens that decode workers produced; tokens of answers that ended would count a batch when it is over
     P99 TPOT    of iterations, which is what the paper says it characterises: of all gaps between two tokens
     starvation  off, as where the paper measures TTFT: no threshold is printed
@@ -55,7 +56,8 @@ _CONTEXT = 10_240
 _HOST_BYTES = 200_000_000_000
 _DEPTH = 0.8
 """Depth, of 0.6, 0.65, 0.7, 0.8 and 1, that leaves the smallest error in Fig. 15 (logarithms; OPT-2.7B)."""
-_OFFERED_PER_S = {
+_OVERLOAD = 1.6
+_SATURATING_PER_S = {
     "opt-2.7b": {"synthetic": 34.0, "longbench": 7.7, "uniform": 6.0, "sharegpt": 58.0, "azure": 31.0},
     "opt-6.7b": {"synthetic": 17.0, "longbench": 4.0, "uniform": 4.0, "sharegpt": 33.0, "azure": 16.0},
     "opt-13b": {"synthetic": 10.0, "longbench": 2.0, "uniform": 2.0, "sharegpt": 15.0, "azure": 9.0},
@@ -95,6 +97,8 @@ class _Run:
     host: bool = True
     blocks: bool = False
     starvation_s: float = _NEVER_S
+    saturated: bool = False
+    """Whether as much comes as `_SATURATING_PER_S` says; else the load that the figures have."""
 
     def report(self, lab: Lab) -> SimReport:
         return lab.run(self, lambda: self._simulate(lab))
@@ -123,10 +127,19 @@ class _Run:
         if self.preset in _UNIFIED:
             roles = {Role.UNIFIED: self.devices}
         options = lab.options(horizon_s=_END_S, warmup_s=_WARMUP_S, blocking_transfers=self.blocks)
-        return simulate(config, cluster, model, self._workload(lab.seed), options, roles)
+        return simulate(config, cluster, model, self.workload_at(self.rate_per_s(lab), lab.seed), options, roles)
 
-    def _workload(self, seed: int) -> Workload:
-        rate = _DEPTH * _OFFERED_PER_S[self.model][self.workload] * (self.devices - 1)
+    def rate_per_s(self, lab: Lab) -> float:
+        """Return the requests that come in a second: the same for all systems of a workload and model."""
+        saturating = _SATURATING_PER_S[self.model][self.workload]
+        if self.saturated:
+            return saturating
+        alone = _Run(self.workload, _DISTSERVE, self.model, saturated=True)
+        answer = fmean(item.output_tokens for item in alone.workload_at(saturating, lab.seed).items)
+        served = _throughput(alone.report(lab)) / answer
+        return _DEPTH * _OVERLOAD * served * (self.devices - 1)
+
+    def workload_at(self, rate: float, seed: int) -> Workload:
         arrivals, count = RandomArrivals(rate), int(rate * _END_S)
         shapes = {"sharegpt": "ecoserve-sharegpt", "azure": "alignedserve-azure", "uniform": "alignedserve-long"}
         if self.workload in shapes:

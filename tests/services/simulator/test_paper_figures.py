@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,15 +89,15 @@ def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_token
         ),
     ],
 )
-def test_alignedserve_is_offered_parts_of_what_the_other_cannot_serve(
-    model: str, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(alignedserve, "_DEPTH", 1.0)
-    run = alignedserve._Run(data, model=model)
-    report = alignedserve._of("baseline-distserve", run).report(Lab(0))
-    answers = [item.output_tokens for item in run._workload(0).items]
-    served_per_s = alignedserve._throughput(report) * len(answers) / sum(answers)
-    assert 1.35 < alignedserve._OFFERED_PER_S[model][data] / served_per_s < 2.15
+def test_alignedserve_is_offered_more_than_the_other_serves(model: str, data: str) -> None:
+    lab, run = Lab(0), alignedserve._Run(data, model=model)
+    alone = alignedserve._Run(data, "baseline-distserve", model, saturated=True)
+    answers = [item.output_tokens for item in alone.workload_at(alone.rate_per_s(lab), 0).items]
+    served_per_s = alignedserve._throughput(alone.report(lab)) * len(answers) / sum(answers)
+    assert alone.rate_per_s(lab) > 1.2 * served_per_s
+    for devices in (2, 4):
+        offered = replace(run, devices=devices).rate_per_s(lab)
+        assert offered == pytest.approx(0.8 * 1.6 * served_per_s * (devices - 1))
 
 
 def test_goodput_is_compared_where_more_comes_than_dynaserve_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:

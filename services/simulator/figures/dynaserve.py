@@ -276,14 +276,14 @@ class _AtShare(Placement):
     """
 
     def __init__(self, share: float, output: int, *, one_way: bool = False) -> None:
-        self._share, self._output, self._one_way, self._turn = share, output, one_way, 0
+        self._share, self._output, self._one_way, self._turn = share, output, one_way, int(one_way)
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
     ) -> Placed | Wait:
         names = sorted(cluster.instances)
         self._turn += 0 if self._one_way else 1
-        first, second = (reversed(names) if self._turn % 2 else names) if len(names) == 2 else (names[0], names[0])
+        first, second = (names if self._turn % 2 else reversed(names)) if len(names) == 2 else (names[0], names[0])
         total = len(waiting.request.tokens) + self._output
         position = round(self._share * total)
         if first == second or not 0 < position < total:

@@ -186,7 +186,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a paper says in one sentence of one group of models. `ids` are ids of figures."""
+    """Statement of a paper about one group of models. `ids` are ids of figures."""
 
     paper: str
     statement: str

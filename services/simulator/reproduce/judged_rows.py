@@ -34,7 +34,7 @@ from cohort.services.simulator.reproduce.verdicts import REPRODUCED, WON, Spread
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What `configs/reproduction/` says: how rows are compared, which count, and why some are not reproduced."""
+    """Contents of `configs/reproduction/`: how rows are compared, which count, why some are not reproduced."""
 
     claims: Sequence[Claim] = field(default_factory=shipped_claims)
     reasons: Sequence[Reason] = field(default_factory=shipped_reasons)

@@ -61,15 +61,11 @@ def markdown(
     by_id = {row.figure.id: row for row in rows}
     for paper in dict.fromkeys(claim.paper for claim in rules.claims):
         told = [claim for claim in rules.claims if claim.paper == paper and by_id.keys() >= set(claim.ids)]
-        if told:
-            lines += [
-                f"## {paper}",
-                "",
-                *_most_common_reason(paper, rows),
-                "|claim|theirs|ours|verdict|",
-                "|---|---:|---:|---|",
-            ]
-            lines += [*(_claim_line(claim, [by_id[name] for name in claim.ids]) for claim in told), ""]
+        table = [_claim_line(claim, [by_id[name] for name in claim.ids]) for claim in told]
+        head = (
+            ["|claim|theirs|ours|verdict|", "|---|---:|---:|---|"] if table else ["No claim has all of its rows yet."]
+        )
+        lines += [f"## {paper}", "", *_most_common_reason(paper, rows), *head, *table, ""]
     lines += _constants(rules.constants)
     lines += _missing([figure for figure in figures if figure.id not in by_id], unmapped or {})
     return "\n".join([*lines, _FOOT]) + "\n"

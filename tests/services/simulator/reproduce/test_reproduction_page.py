@@ -99,7 +99,7 @@ def test_claims_have_theirs_ours_and_verdict() -> None:
         row.reason and row.reason.why for row in kept(result("a-1", 1.0), result("a-2", 1.0)).judged(FIGURES, RULES)
     ]
     assert reasons == ["for this", "for that"]
-    assert "gains, too" not in page_of(result("a-1", 1.3))
+    assert "## B\n\nNo claim has all of its rows yet.\n" in page_of(result("a-1", 1.3))
 
 
 def test_who_wins_bounds_readings_and_new_rows_are_counted_apart() -> None:

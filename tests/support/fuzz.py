@@ -1,9 +1,9 @@
 """`python -m tests.support.fuzz --minutes 60`: everything that is fuzzed, each part for its share of the time.
 
 Each part is tests that draw anew each time, in a process of its own, begun again until its time is over. A crash, an
-answer of 500, a hang and a wrong error are failed tests. Memory is that of the process in which the gateway serves:
-what is more at its end than after a quarter of its time. The last line is the verdict; exit status: 0 nothing was
-found, 1 something was.
+answer of 500, a hang (each request has a deadline) and a wrong error are failed tests. Memory is that of the process
+in which the gateway serves: what is more at its end than after a quarter of its time. The last line is the verdict;
+exit status: 0 nothing was found, 1 something was.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Round:
 
 def run(tests: list[str], seconds: float) -> Round:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=nightly", *tests]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began_s, sizes = time.monotonic(), list[int]()
     with (
         tempfile.TemporaryFile("w+") as output,
@@ -68,12 +68,10 @@ def run(tests: list[str], seconds: float) -> Round:
             process.send_signal(signal.SIGINT)  # pytest then reports, and its pipelines end
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-        if process.poll() is None:
-            process.send_signal(signal.SIGABRT)  # it writes where each of its threads is
-            process.wait(_END_S)
-            os.killpg(process.pid, signal.SIGKILL)
-            output.seek(0)
-            return Round(f"it does not end\n{output.read()}", -signal.SIGKILL, 0)
+        if process.poll() is None:  # in the midst of an example, whose own deadline would have told a hang
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         output.seek(0)
         text = output.read()
     growth_mb = max(0, sizes[-1] - sizes[len(sizes) // 4]) if sizes else 0

@@ -144,7 +144,8 @@ def _constants(constants: Sequence[Constant]) -> Iterator[str]:
     yield from ("|constant|value|chosen by|rows on it|", "|---|---:|---|---|")
     for each in constants:
         under = f"`{each.rows}`" + (f" without `{each.without}`" if each.without else "") if each.rows else "none"
-        yield f"|{each.what}, `{each.name}` in {each.file.rpartition('/')[2]}|{each.value}|{each.chosen_by}|{under}|"
+        file = "/".join(each.file.split("/")[-2:])
+        yield f"|{each.what}, `{each.name}` in {file}|{each.value}|{each.chosen_by}|{under}|"
 
 
 def _missing(lacking: Sequence[Figure], unmapped: Mapping[str, str]) -> Iterator[str]:

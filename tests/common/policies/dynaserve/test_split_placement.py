@@ -200,7 +200,7 @@ def test_by_the_algorithm_as_printed_a_request_is_split_over_idle_instances_as_w
     reasons = []
     for options in (printed, structs.replace(printed, whole_where_idle=True)):
         placed = SplitPlacement(options, default_output=256.0).place(
-            0.0, request("r", 8000, 32.0), cluster(instance("a"), instance("b")), None
+            0.0, request("r", 20_000, 32.0), cluster(instance("a"), instance("b")), None
         )
         assert isinstance(placed, Placed)
         reasons.append(placed.reason)

@@ -94,7 +94,7 @@ def test_claims_have_theirs_ours_and_verdict() -> None:
     page = page_of(result("a-1", 1.3, 1.4, 1.2), result("a-2", 0.9), result("b-1", 1.9))
     assert "|gains|2 x|1.3 x (1.2…1.4)|direction|" in page and "|gains, too|2 x|1.9 x|reproduced*|" in page
     assert "\n1 of 2 that do not agree: for " in page
-    assert "|load, `_K` in file.py|3|Fig. 9|`b-`|" in page and "- **A**: Fig. 7." in page
+    assert "|load, `_K` in folder/file.py|3|Fig. 9|`b-`|" in page and "- **A**: Fig. 7." in page
     reasons = [
         row.reason and row.reason.why for row in kept(result("a-1", 1.0), result("a-2", 1.0)).judged(FIGURES, RULES)
     ]

@@ -150,9 +150,9 @@ class PageNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Replace the numbers of these figures; those of no figure any more go."""
         known, under = {row.id: row for row in self.rows}, dict(self.conditions)
         for result in results:
-            numbers = (float(f"{value:.4g}") for value in (result.low, result.ours, result.high))
+            low, median, high = (float(f"{value:.4g}") for value in (result.low, result.ours, result.high))
             exercised = None if result.exercised is None else float(f"{result.exercised:.3g}")
-            known[result.id] = _StoredRow(result.id, *numbers, len(result.seeds), exercised)
+            known[result.id] = _StoredRow(result.id, low, median, high, len(result.seeds), exercised)
             under[result.system] = conditions(result.system)
         placed = tuple(known[figure.id] for figure in figures if figure.id in known)
         rows = PageNumbers(under, placed).judged(figures, rules)

@@ -11,8 +11,11 @@ from cohort.common.types import Role
 
 
 class ModelConfig(Section, frozen=True):
-    path: str = ""  # folder in Hugging Face format; "" = the default model made by the set-up
-    served_name: str = ""  # name clients use; "" = the folder's name
+    # folder in Hugging Face format, GGUF file, or id of a model in Hugging Face's cache: org/name, org/name:FILE.gguf;
+    # "" = the default model made by the set-up
+    path: str = ""
+    revision: str = ""  # of a model that is named by its id: branch, tag or commit; "" = main
+    served_name: str = ""  # name clients use; "" = the id, or the folder's name
     # of weights and KV; auto = bfloat16 where the device computes it fast, else float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # auto, none, fp8, compressed-tensors, awq, gptq: what config.json must say; int8, int4: plain ones rounded at load

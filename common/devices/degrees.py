@@ -58,7 +58,7 @@ def check_divided(config: Config, model: Path, geometry: ModelGeometry, degree: 
     """Raise `ConfigError` where the model's heads do not divide by this degree, or another option excludes any."""
     if degree > 1 and (reason := _undivided(config, model)):
         raise ConfigError(f"workers: tensor_parallel: {degree}: {reason} is not divided over ranks yet")
-    check_degree(geometry, degree, model.name)
+    check_degree(geometry, degree, config.model.served_name or model.name)
 
 
 def _undivided(config: Config, model: Path) -> str:

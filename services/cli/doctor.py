@@ -19,8 +19,9 @@ from cohort.common.config import Config, load_config
 from cohort.common.devices import host_memory, inventory
 from cohort.common.devices.fit import host_need, need
 from cohort.common.engine.config.model_config import read_geometry
-from cohort.common.errors import CohortError, ConfigError
+from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.http import exposure
+from cohort.common.hub.model_source import located
 from cohort.services.cli.checks import files, machine, pipeline
 from cohort.services.cli.checks.finding import Finding, fine, problem, skipped
 from cohort.services.cli.checks.reading import Reading
@@ -28,7 +29,7 @@ from cohort.services.cli.checks.reading import Reading
 EPILOG = """\
 examples:
   cohort doctor                                  this machine, and the pipeline on port 8000 if one runs
-  cohort doctor --model ~/models/Qwen3-8B        would this be served?
+  cohort doctor --model Qwen/Qwen3-8B            would this be served?
   cohort doctor --url http://gpu-box:8001        a pipeline elsewhere: its monitor's address
   cohort doctor --json | jq '.[] | select(.status == "problem")'
 
@@ -39,7 +40,8 @@ DESCRIPTION = "Look at this machine and at a running pipeline: what does not wor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="FOLDER", help="as for `cohort serve`")
+    parser.add_argument("--model", metavar="MODEL", help="as for `cohort serve`; nothing is fetched")
+    parser.add_argument("--revision", metavar="NAME", help="likewise")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="likewise")
     parser.add_argument("--preset", default="", metavar="NAME", help="likewise")
     parser.add_argument("--config", action="append", type=Path, default=[], metavar="FILE", help="likewise")
@@ -59,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def of_both(options: argparse.Namespace) -> Iterator[Finding]:
-    """Check this machine, with the configuration of the pipeline on the port or of the options, and that pipeline."""
+    """Check this machine, with the configuration of the pipeline on the port, or of the options where there is none or
+    they name a model, and that pipeline."""
     from cohort.services.launcher.options import keys_of, overrides_of
     from cohort.services.launcher.run_files import RunFiles
 
@@ -67,7 +70,7 @@ def of_both(options: argparse.Namespace) -> Iterator[Finding]:
     config = load_config(options.config, preset=options.preset, overrides=overrides, machine=inventory.this_machine)
     run_files = RunFiles(paths.run_dir(config.gateway.port))
     running = run_files.claimed
-    if running and run_files.config_file.is_file():
+    if running and run_files.config_file.is_file() and not options.model:
         config = load_config([run_files.config_file])
     yield from of_machine(config, running=running)
     yield from of_pipeline(monitor_url(config), wanted=running)
@@ -89,6 +92,11 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
     from cohort.services.simulator.hardware.hardware import load_device
 
     cores = usable_cores()
+    unknown: Finding | None = None
+    try:
+        config = located(config)
+    except ModelError as error:
+        unknown = problem("model", str(error), "the same to `cohort serve --download`, or --model FOLDER")
     folder = Path(config.model.path).expanduser() if config.model.path else paths.default_model_dir()
     try:
         compose.check_names(config)
@@ -102,7 +110,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
     own = [name for name in names("devices") if (user_folder() / "devices" / f"{name}.yaml").is_file()]
     load = _checked("load", lambda: machine.load(cores, running))
     yield from (
-        _checked("model", lambda: files.model(config, folder)),
+        unknown or _checked("model", lambda: files.model(config, folder)),
         _checked("ports", lambda: machine.ports(plan(settled, cores), running)),
         _checked("disk space", lambda: machine.disk(folders)),
         _checked("memory", lambda: memory(settled, folder)),

@@ -48,7 +48,7 @@ def check_host(config: Config, model: Path) -> None:
     geometry = read_geometry(model, config.model.quantization)
     wanted = host_need(config, model, geometry, computes_bfloat16=host_memory.computes_bfloat16())
     workers = sum(group.count for group in config.workers)
-    check_host_fit(config, model.name, wanted, host_memory.available_bytes(), workers)
+    check_host_fit(config, config.model.served_name or model.name, wanted, host_memory.available_bytes(), workers)
 
 
 def check_added_worker(config: Config, instance: InstanceId) -> None:
@@ -80,7 +80,7 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
     refusal: ConfigError | None = None
     for gpu in sorted(gpus, key=lambda gpu: gpu.memory_bytes):
         try:
-            check_fit(config, model.name, wanted, gpu.name, gpu.memory_bytes, 1)
+            check_fit(config, config.model.served_name or model.name, wanted, gpu.name, gpu.memory_bytes, 1)
         except ConfigError as error:
             refusal = error
         else:
@@ -89,5 +89,5 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
         raise refusal
     sharers = resolve_division(config, len(fitting)).engine.workers_per_gpu
     smallest = fitting[0]
-    check_fit(config, model.name, wanted, smallest.name, smallest.memory_bytes, sharers)
+    check_fit(config, config.model.served_name or model.name, wanted, smallest.name, smallest.memory_bytes, sharers)
     return fitting

@@ -24,6 +24,7 @@ from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine, visible_gpus
 from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.http import ports
+from cohort.common.hub.model_source import located, permission
 from cohort.common.keys.private_files import keep_private
 from cohort.common.policies import settings
 from cohort.services.launcher import control, preflight
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *, workers_given: bool) -> int:
     settings.check(config)
+    config = located(config, "no" if options.print_config else permission(options.download))
     any_port = config.gateway.port == 0
     model = served_folder(_named_folder(config)) if options.print_config else _model_folder(config)
     gpus = visible_gpus()
@@ -123,6 +125,7 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     from cohort.services.launcher.on_ray.serving import settle
 
     settings.check(config)
+    config = located(config, "no" if options.print_config else permission(options.download))
     model = _named_folder(config) if options.print_config else _model_folder(config)
     settled = settle(cluster, config, model=model, gateways=options.gateways or "1", workers_given=workers_given)
     config = settled.config
@@ -140,7 +143,8 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
 
 
 def _named_folder(config: Config) -> Path:
-    return Path(config.model.path).expanduser().resolve() if config.model.path else paths.default_model_dir()
+    """Return the folder or GGUF file of a configuration whose model is located."""
+    return Path(config.model.path) if config.model.path else paths.default_model_dir()
 
 
 def _model_folder(config: Config) -> Path:

@@ -11,7 +11,8 @@ DESCRIPTION = "Serve a language model: start all processes of a pipeline on this
 EPILOG = """\
 examples:
   cohort serve                                       the small default model on http://127.0.0.1:8000
-  cohort serve --model ~/models/Qwen3-0.6B           your own model, any local folder in Hugging Face format
+  cohort serve --model Qwen/Qwen3-0.6B --download    a model by its id, from Hugging Face's cache, else fetched
+  cohort serve --model ~/models/Qwen3-0.6B           any local folder in Hugging Face format
   cohort serve --model ~/models/Qwen3-0.6B-Q8_0.gguf a GGUF file, its weights as they are
   cohort serve --preset unified --port 9000          another arrangement of processes, another port
   cohort serve --model FOLDER --lora sql=~/lora/sql  a LoRA adapter beside it, served as the model "sql"
@@ -29,6 +30,7 @@ Logs: one file per process, named at start. Live figures: `cohort status`, or th
 
 _KEYS = {
     "model": "model.path",
+    "revision": "model.revision",
     "served_name": "model.served_name",
     "quantization": "model.quantization",
     "speculation": "speculation.mode",
@@ -42,10 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to serve")
     what.add_argument(
         "--model",
-        metavar="FOLDER",
-        help="model in Hugging Face format, or a GGUF file (default: SmolLM2-135M-Instruct)",
+        metavar="MODEL",
+        help="folder in Hugging Face format, GGUF file, or a model's id in Hugging Face's cache: ORG/NAME, or "
+        "ORG/NAME:FILE.gguf (default: SmolLM2-135M-Instruct)",
     )
-    what.add_argument("--served-name", metavar="NAME", help="name clients use for it (default: the folder's name)")
+    what.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a model's id (default: main)")
+    what.add_argument(
+        "--download",
+        action="store_true",
+        help="fetch a model that is named by its id and not in the cache: safetensors or the GGUF file, never pickles "
+        "(or COHORT_DOWNLOAD=1; default: ask at a terminal, elsewhere refuse)",
+    )
+    what.add_argument(
+        "--served-name", metavar="NAME", help="name clients use for it (default: the id, or the folder's name)"
+    )
     what.add_argument(
         "--quantization",
         metavar="NAME",

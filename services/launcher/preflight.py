@@ -17,13 +17,13 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.http import exposure, tls
 from cohort.common.http.ports import port_problem
+from cohort.common.hub.model_source import TOKENIZER_FILES
 from cohort.common.json_files import read_json_object
 from cohort.common.paths import GGUF_FILE
 from cohort.services.launcher.plan import ProcessPlan
 
 _GATEWAY_REMEDY = "choose another with --port"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", GGUF_FILE)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def check_model(folder: Path, *, with_weights: bool = True) -> None:
@@ -34,7 +34,9 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
             f"python -m cohort.services.launcher.models.gguf_folder {folder} {folder.with_suffix('')}"
         )
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; --model wants a local folder in Hugging Face format")
+        raise ModelError(
+            f"{folder}: no such folder; --model wants a folder in Hugging Face format, a GGUF file, or a model's id"
+        )
     config = folder / "config.json"
     try:
         read_json_object(config)

@@ -73,7 +73,8 @@ def model(config: Config, folder: Path) -> Finding:
     if missing:
         says = f"{folder}: {'; '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
         return problem(name, says, "fetch the model again; the download was not finished")
-    return fine(name, f"{folder.name}, {f'{size(weights_bytes(folder))} of' if with_weights else 'random'} weights")
+    shown = config.model.served_name or folder.name
+    return fine(name, f"{shown}, {f'{size(weights_bytes(folder))} of' if with_weights else 'random'} weights")
 
 
 def _missing_parts(folder: Path) -> list[str]:

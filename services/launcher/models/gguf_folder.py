@@ -28,6 +28,7 @@ from typing import Any
 from cohort.common.engine.config.config_bounds import check_finite, check_sizes, shown
 from cohort.common.engine.config.gguf_header import open_gguf
 from cohort.common.errors import CohortError, ModelError
+from cohort.common.hub.model_source import TOKENIZER_BESIDE_GGUF
 from cohort.common.paths import GGUF_FILE, cache_dir
 from cohort.services.launcher.models.default_model import tidy_tokenizer
 
@@ -42,7 +43,6 @@ MEMORY_BYTES = 4 << 30
 ADDRESS_BYTES = 32 << 30
 """Address space of that process beside the file's mappings: PyTorch for CUDA maps libraries of several GB."""
 _MEMORY = f"within {MEMORY_BYTES >> 30} GiB of memory"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _LARGEST_FIELD = 4096
 """Elements of a field that may matter to the configuration; lists of tokens are longer, and are read elsewhere."""
 
@@ -65,7 +65,7 @@ def gguf_file(path: Path) -> Path | None:
 
 def folder_for(file: Path) -> Path:
     """Return the folder of this file; its last part is the file's name, which clients see."""
-    file = file.resolve()
+    file = Path(os.path.abspath(file))  # a link keeps its name and its neighbours: Hugging Face's cache is of links
     state = file.stat()
     digest = hashlib.sha256(f"{file}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:16]
     return cache_dir() / "gguf" / digest / file.stem
@@ -97,7 +97,7 @@ def served_folder(path: Path) -> Path:
 
 def make_folder(file: Path, folder: Path) -> None:
     """Raise `ModelError` naming the file and what is missing or not served."""
-    file = file.resolve()
+    file = Path(os.path.abspath(file))
     fields, tensors, factors = _metadata(file)
     try:
         config, generation = model_config(fields, tensors, factors), generation_config(fields)
@@ -138,8 +138,8 @@ def _metadata(file: Path) -> tuple[dict[str, Any], dict[str, list[int]], list[fl
 
 
 def _tokenizer(file: Path, folder: Path) -> None:
-    if (file.parent / _TOKENIZER_FILES[0]).is_file():
-        for name in _TOKENIZER_FILES:
+    if (file.parent / TOKENIZER_BESIDE_GGUF[0]).is_file():
+        for name in TOKENIZER_BESIDE_GGUF:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
         return

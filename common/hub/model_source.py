@@ -38,6 +38,7 @@ TOKENIZER_BESIDE_GGUF = ("tokenizer.json", "tokenizer_config.json", "special_tok
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 
+_PREFIX = "models--"
 _LONGEST_ID = 96  # characters of org and name together: the hub's own bound
 _ID = re.compile(r"(?P<repo>(?:\w[\w.-]*/)?\w[\w.-]*)(?::(?P<file>.+))?", re.ASCII)
 _REVISION = re.compile(r"\w[\w./-]*", re.ASCII)
@@ -67,7 +68,7 @@ class HubId:
 
     @property
     def folder(self) -> str:
-        return f"models--{self.repo.replace('/', '--')}"
+        return f"{_PREFIX}{self.repo.replace('/', '--')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,19 @@ def find(name: str, revision: str = "", *, with_weights: bool = True, download: 
     if incomplete:
         here = f"{name}: in Hugging Face's cache, but {incomplete}"
     if constants.is_offline_mode():
-        raise ModelError(f"{here}{near(wanted.repo)}; HF_HUB_OFFLINE is set: without it --download fetches it")
+        raise ModelError(f"{here}{near(wanted.repo)}; HF_HUB_OFFLINE is set, so it cannot be fetched")
     if download == "no":
-        raise ModelError(f"{here}{near(wanted.repo)}; --download fetches it from {constants.ENDPOINT}")
+        raise ModelError(
+            f"{here}{near(wanted.repo)}; --download (COHORT_DOWNLOAD=1) fetches it from {constants.ENDPOINT}"
+        )
     return Found(_fetched(wanted, revision, with_weights=with_weights, ask=download == "ask") / wanted.file, name)
+
+
+def shown_name(folder: Path) -> str:
+    """Return a folder's name as clients may see it, without where it lies: of a snapshot its repository's id."""
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith(_PREFIX):
+        return _repository(folder.parent.parent)
+    return folder.name
 
 
 def caches() -> tuple[Path, Path]:
@@ -151,8 +161,11 @@ def _constants() -> ModuleType:
 
 
 def _known(cache: Path) -> Iterator[str]:
-    for folder in cache.glob("models--*"):
-        yield folder.name.removeprefix("models--").replace("--", "/", 1)
+    return map(_repository, cache.glob(f"{_PREFIX}*"))
+
+
+def _repository(folder: Path) -> str:
+    return folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
 
 
 def _snapshot(repository: Path, revision: str) -> Path | None:

@@ -23,6 +23,7 @@ import msgspec
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine
 from cohort.common.errors import ConfigError
+from cohort.common.hub.model_source import located
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
 from cohort.common.policies.step_times.profile_table import ProfilePoint
 
@@ -62,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", default="", metavar="NAME", help="make a device and a cluster of this name")
     parser.add_argument("--to", metavar="DIR", help="write them there, not where --cluster finds them by name")
     parser.add_argument("--output", metavar="FILE", help="where the points go, as JSON")
-    parser.add_argument("--model", default="", help="folder of the model (default: the default model)")
+    parser.add_argument(
+        "--model", default="", help="its folder, or id in Hugging Face's cache (default: the default model)"
+    )
     parser.add_argument("--model-name", default="", help="its shape in configs/models (default: the folder's name)")
     parser.add_argument("--instances", type=int, default=0, metavar="N", help="workers (default: 1 on a GPU, else 2)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of one (default: their share of the cores)")
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         check_name(args.save)
         _check_fits()
     overrides = {"model": {"path": args.model}} if args.model else None
-    config = load_config([Path(file) for file in args.config], overrides=overrides, machine=this_machine)
+    config = located(load_config([Path(file) for file in args.config], overrides=overrides, machine=this_machine))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(args.output) if args.output else Path(folder) / "points.json"
         if code := run_engine(

@@ -45,6 +45,7 @@ from typing import Any
 
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
+from cohort.common.hub.model_source import find
 from cohort.common.paths import default_model_dir, run_dir
 from cohort.services.bench.chaos import report, tiny_model
 from cohort.services.bench.chaos.accounts import TOGETHER
@@ -88,7 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, help=f"at once (default: 8, of a census {_CENSUS['clients']})")
     parser.add_argument("--seed", type=int, default=0, help="of requests, of moments and of which process is killed")
     parser.add_argument(
-        "--model", default=TINY, metavar="FOLDER", help="default: a tiny one; `default`: the default model"
+        "--model",
+        default=TINY,
+        metavar="MODEL",
+        help="folder, or id; default: a tiny one; `default`: the default model",
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.OPTION=VALUE")
     parser.add_argument("--port", type=int, default=8200, help="of the pipelines that are started")
@@ -222,7 +226,7 @@ def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain
         case "default":
             path = default_model_dir()
         case _:
-            path = Path(model)
+            path = find(model).path
     return {
         "model": {"path": str(path), "dtype": "float32", "served_name": SERVED},
         "kv": kv,

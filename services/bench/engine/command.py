@@ -22,6 +22,7 @@ from rich.table import Table
 
 from cohort.common.config import dump_config, load_config
 from cohort.common.errors import ConfigError
+from cohort.common.hub.model_source import find
 from cohort.services.bench.child import Report, run_child, shown_on
 from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
@@ -204,7 +205,9 @@ _SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="FOLDER", help="in Hugging Face format (default: the default model)")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="folder, or id in Hugging Face's cache (default: the default model)"
+    )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="default: auto")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as a worker has)")
     parser.add_argument("--only", nargs="+", choices=_SECTIONS, default=_SECTIONS, help="some of these parts")
@@ -231,12 +234,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace, report: Report) -> EngineReport:
     overrides: dict[str, dict[str, str]] = {"engine": {"device": "cpu"}, "logging": {"level": "warning"}}
-    model = {name: value for name, value in (("path", args.model), ("dtype", args.dtype)) if value}
+    folder = str(find(args.model).path) if args.model else ""
+    if folder and not Path(folder).is_dir():
+        raise ConfigError(f"--model {args.model}: neither a folder in Hugging Face format nor such a model's id")
+    model = {name: value for name, value in (("path", folder), ("dtype", args.dtype)) if value}
     if model:
         overrides["model"] = model
     config = load_config(overrides=overrides)
-    if args.model and not Path(args.model).is_dir():
-        raise ConfigError(f"--model {args.model}: a folder in Hugging Face format")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         merged, output = Path(folder) / "config.yaml", Path(folder) / "report.json"

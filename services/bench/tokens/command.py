@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resumable", action="store_true", help="streams that can be gone on with after a lost connection"
     )
     parser.add_argument("--preset", default="unified", help="whose policies")
-    parser.add_argument("--model", default="", help="folder whose tokenizer is used; default: the default model")
+    parser.add_argument(
+        "--model", default="", help="whose tokenizer is used: folder, or id; default: the default model"
+    )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.OPTION=VALUE")
     parser.add_argument("--json", metavar="FILE", help="every measurement ('-': to stdout, instead of the table)")
 

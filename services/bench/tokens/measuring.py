@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cohort.common.config import Config, dump_config, load_config, nested
 from cohort.common.http.ports import free_port
+from cohort.common.hub.model_source import find
 from cohort.common.paths import default_model_dir
 from cohort.services.bench.child import MeasurementFailed, leaves_when_terminated
 from cohort.services.launcher.options import assigned_by
@@ -354,5 +355,5 @@ def configured(preset: str, settings: Sequence[str], model: str, load: Load, fol
     if load.gateways > 1:
         flat["gateway.processes"] = load.gateways
     config = load_config(preset=preset, overrides=nested({**flat, **assigned_by(settings)}, "--set"))
-    path = Path(model).expanduser() if model else default_model_dir()
+    path = find(model).path if model else default_model_dir()
     return resolve(config, model=path, cores=1, free_port=free_port)

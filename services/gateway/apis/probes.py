@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 import cohort
 from cohort.common.errors import RequestError
+from cohort.common.hub.model_source import shown_name
 from cohort.common.process.metrics import CONTENT_TYPE
 from cohort.common.types import EngineFacts
 from cohort.services.gateway.http.service_headers import printable
@@ -119,7 +120,7 @@ class Probes:
         return ModelObject(
             id=adapter or card.name,
             created=self._created,
-            root=card.adapters.get(adapter, card.path).name,  # where the folder lies stays private
+            root=shown_name(card.adapters.get(adapter, card.path)),  # where the folder lies stays private
             max_model_len=self._max_model_len(),
             parent=card.name if adapter else None,
         )

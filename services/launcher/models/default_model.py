@@ -139,7 +139,7 @@ def _convert(source: Path, target: Path) -> None:
     """Convert GGUF to safetensors, config and tokenizer. The model that transformers reads from a GGUF file keeps a
     quantization_config that `save_pretrained` refuses, so its state moves into a clean model of the same shape."""
     _print(f"converting {source.name} (about a minute)")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     import torch

@@ -143,7 +143,7 @@ def _tokenizer(file: Path, folder: Path) -> None:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
         return
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoTokenizer
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

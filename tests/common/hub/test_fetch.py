@@ -63,7 +63,7 @@ def test_what_differs_from_the_listing_is_removed(cache: Path, hub: FakeHub, wro
         (403, "GatedRepo", r"gated: accept its licence at http://127.*/org/name, and set HF_TOKEN"),
         (401, "GatedRepo", r"gated: accept its licence"),
         (404, "RepoNotFound", r"no model of http://127.*, or a private one \(there: org/names\): .* or set HF_TOKEN"),
-        (401, "", r"no model of .*, or a private one"),
+        (401, "", r"\S+ refuses \(401\): set HF_TOKEN"),
         (403, "", r"\S+ refuses \(403\): set HF_TOKEN"),
         (500, "", r"\S+ answers 500: .*; try again later"),
     ],

@@ -126,6 +126,7 @@ def test_who_permits_a_download(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 # -- in a process of its own, from a hub on loopback -------------------------------------------------------------
 
 
+@pytest.mark.pipeline
 def test_a_model_is_fetched_once_and_found_from_then_on(cache: Path, hub: FakeHub) -> None:
     hub.repositories["org/name"] = Repository(dict(FILES))
     found = find("org/name", download="yes")
@@ -136,6 +137,7 @@ def test_a_model_is_fetched_once_and_found_from_then_on(cache: Path, hub: FakeHu
     assert len(hub.requests) == asked
 
 
+@pytest.mark.pipeline
 def test_a_cache_that_cannot_be_written_is_read_and_ours_takes_what_is_fetched(
     cache: Path, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_ours_takes_what_is_fetched(
     assert find("org/name") == found and find("org/there").path.is_relative_to(cache)
 
 
+@pytest.mark.pipeline
 def test_a_process_that_is_killed_leaves_what_is_complete(cache: Path, hub: FakeHub) -> None:
     """The next one asks for the rest alone."""
     index = b'{"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}'

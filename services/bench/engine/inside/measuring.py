@@ -32,6 +32,7 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
+from cohort.common.hub.model_source import shown_name
 from cohort.kernels.cpu import native
 from cohort.services.bench.engine.inside import in_process
 from cohort.services.bench.engine.inside.comparisons import (
@@ -116,7 +117,7 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
     return EngineReport(
         machine=machine(threads, runner.dtype, load_before),
         model=ModelFacts(
-            name=(Path(config.model.path) if config.model.path else paths.default_model_dir()).name,
+            name=shown_name(Path(config.model.path) if config.model.path else paths.default_model_dir()),
             family=geometry.family,
             layers=geometry.num_layers,
             hidden=geometry.hidden_size,

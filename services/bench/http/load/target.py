@@ -20,6 +20,7 @@ import msgspec
 from cohort.common import paths
 from cohort.common.config import load_config
 from cohort.common.errors import CohortError, ConfigError
+from cohort.common.hub.model_source import shown_name
 from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest, RequestRecord, error_message
 from cohort.services.bench.http.load.prompts import PromptFactory
 from cohort.services.bench.http.load.workload import RequestPlan
@@ -55,7 +56,7 @@ class Target:
             if place and (Path(place) / "tokenizer.json").is_file():
                 return Path(place)
         folder = _served_from(self.base_url)
-        known = folder is not None and folder.name == self.root and (folder / "tokenizer.json").is_file()
+        known = folder is not None and shown_name(folder) == self.root and (folder / "tokenizer.json").is_file()
         return folder if known else None
 
 

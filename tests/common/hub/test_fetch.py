@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from cohort.common.errors import ModelError
 from cohort.common.hub.fetch import fetch
 from cohort.common.hub.model_source import HubId, find
+from cohort.common.json_files import MOST_INDEX_BYTES
 from tests.common.hub.fake_hub import COMMIT, FETCHED, FILES, FakeHub, Repository, cached
 
 NAME = HubId("org/name")
@@ -123,6 +124,12 @@ def test_shards_are_those_of_the_index(cache: Path, hub: FakeHub) -> None:
     repository.files["model.safetensors.index.json"] = b'{"weight_map": {"a": "../m-2.safetensors"}}'
     with pytest.raises(ModelError, match="is no name of a file beside it"):
         fetched(cache)
+    shutil.rmtree(cache)
+    repository.listed["model.safetensors.index.json"] = MOST_INDEX_BYTES + 1
+    before = hub.gets()
+    with pytest.raises(ModelError, match=f"has {MOST_INDEX_BYTES + 1} bytes, more than {MOST_INDEX_BYTES}"):
+        fetched(cache)
+    assert hub.gets() == before
 
 
 def test_a_gguf_file_alone(cache: Path, hub: FakeHub) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from cohort.common.config import Config, ModelConfig
 from cohort.common.errors import ConfigError, ModelError
-from cohort.common.hub.model_source import HubId, find, located, permission
+from cohort.common.hub.model_source import HubId, find, located, permission, shown_name
 from tests.common.hub.fake_hub import COMMIT, FETCHED, FILES, FakeHub, Repository, cached, safetensors
 
 SERVED = {name: FILES[name] for name in FETCHED}
@@ -57,6 +57,7 @@ def test_clients_know_it_by_the_id_as_given(cache: Path) -> None:
     named = located(Config(model=ModelConfig(path="org/name", served_name="mine")))
     assert named.model.served_name == "mine"
     assert located(Config()) == Config()
+    assert (shown_name(snapshot), shown_name(cache / "mine")) == ("org/name", "mine")  # `root` of /v1/models
 
 
 def test_a_revision_is_a_branch_or_a_commit(cache: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_gguf_file_keeps_its_name_and_its_neighbours(cache: Path) -> None:
 @pytest.mark.parametrize("absent", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_download_that_was_broken_off_is_not_served(cache: Path, absent: str) -> None:
     cached(cache, "org/name", {name: data for name, data in SERVED.items() if name != absent})
-    with pytest.raises(ModelError, match=r"in Hugging Face's cache, but .* (is|are) missing.*--download fetches"):
+    with pytest.raises(ModelError, match=r"in Hugging Face's cache, but .* (is|are) missing.*--download .*fetches"):
         find("org/name")
     if absent == "model.safetensors":
         assert find("org/name", with_weights=False).name == "org/name"
@@ -98,7 +99,10 @@ def test_every_shard_of_an_index_is_wanted(cache: Path) -> None:
 
 def test_what_is_not_there_is_one_sentence_with_its_cure(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached(cache, "Qwen/Qwen3-0.6B", SERVED)
-    with pytest.raises(ModelError, match=r"no such folder, .*\(there: Qwen/Qwen3-0\.6B\); --download fetches it from "):
+    with pytest.raises(
+        ModelError,
+        match=r"no such folder, .*\(there: Qwen/Qwen3-0\.6B\); --download \(COHORT_DOWNLOAD=1\) fetches it from ",
+    ):
         find("qwen/qwen3-0.6")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):

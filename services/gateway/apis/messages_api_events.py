@@ -16,9 +16,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cohort.common.types import FinishReason
+from cohort.services.gateway.generation.answer_parts import CallDelta
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import Extras, Usage
-from cohort.services.gateway.generation.tool_calls import CallDelta
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):

@@ -16,12 +16,12 @@ from aiohttp import web
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.batches.batch_lines import LineAnswer
+from cohort.services.gateway.generation.answer_parts import CallDelta, whole_calls
 from cohort.services.gateway.generation.answering import Answering, Mean, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import Caller, StreamKind
 from cohort.services.gateway.generation.generator import ApiRequest, Body, Endpoint, Generator
 from cohort.services.gateway.generation.openai_shapes import Answer, Scores
-from cohort.services.gateway.generation.tool_calls import CallDelta, whole_calls
 from cohort.services.gateway.http.error_shapes import error_body
 from cohort.services.gateway.http.service_headers import CLASS_HEADER
 from cohort.services.gateway.http.sse import framed

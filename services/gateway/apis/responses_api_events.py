@@ -25,9 +25,9 @@ from cohort.services.gateway.apis.responses_api_bodies import (
     TextFormat,
     TextOptions,
 )
+from cohort.services.gateway.generation.answer_parts import CallDelta, stable_id
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import Extras, Usage
-from cohort.services.gateway.generation.tool_calls import CallDelta, stable_id
 from cohort.services.gateway.http.service_headers import printable
 
 

@@ -21,6 +21,7 @@ import msgspec
 from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
 from cohort.common.types import FinishReason
+from cohort.services.gateway.generation.answer_parts import CallDelta, stable_id
 from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.generation.delta import Delta, Generation
 from cohort.services.gateway.generation.openai_shapes import (
@@ -33,7 +34,7 @@ from cohort.services.gateway.generation.openai_shapes import (
     usage_of,
 )
 from cohort.services.gateway.generation.preparation import Reservation
-from cohort.services.gateway.generation.tool_calls import CallDelta, ToolParser, stable_id, whole_deltas
+from cohort.services.gateway.generation.tool_calls import ToolParser, whole_deltas
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.text.tokenizer import TokenText
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.tool_calls import CallDelta
+from cohort.services.gateway.generation.answer_parts import CallDelta
 from cohort.services.gateway.text.tokenizer import Detokenizer
 
 

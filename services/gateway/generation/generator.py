@@ -30,6 +30,7 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import InstanceId, Request
+from cohort.services.gateway.generation.answer_parts import stable_id
 from cohort.services.gateway.generation.answering import Answering, Outlet, Writer
 from cohort.services.gateway.generation.choice import Choice, StopAutomaton
 from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation, StreamKind, TokenSink
@@ -37,7 +38,7 @@ from cohort.services.gateway.generation.openai_shapes import ChatShape, Completi
 from cohort.services.gateway.generation.preparation import RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.generation.tool_calls import ToolParser, stable_id
+from cohort.services.gateway.generation.tool_calls import ToolParser
 from cohort.services.gateway.http.request_bodies import RequestBodies, Take
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.http.sse import EventStream, Outbox

@@ -17,9 +17,9 @@ from msgspec import UNSET, UnsetType
 from cohort.common.machines.entry import Entry
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason, Prediction
+from cohort.services.gateway.generation.answer_parts import CallDelta
 from cohort.services.gateway.generation.choice import Piece, ScoredToken
 from cohort.services.gateway.generation.delta import GatewayTimes, ttft_stages
-from cohort.services.gateway.generation.tool_calls import CallDelta
 from cohort.services.gateway.text.tokenizer import TokenText
 
 # JSON has no infinity; this is what clients of other servers know as "impossible".

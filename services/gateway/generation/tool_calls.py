@@ -11,18 +11,16 @@ White space around calls is dropped. Called by `answering.py`; knows no tokens a
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
-import string
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from cohort.services.gateway.generation.answer_parts import CallDelta, stable_id, stable_letters
 from cohort.services.gateway.requests.tools import ToolFormat
 
-_ALPHANUMERIC = string.ascii_letters + string.digits
 END = ""
 """Input of a reader after the last character."""
 _HEAD_CHARACTERS = 512
@@ -31,16 +29,6 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argument
 _NAME = re.compile(r"\s*([A-Za-z0-9_.:-]{1,256})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
 
 Reading = Generator[None, str, None]
-
-
-@dataclass(slots=True)
-class CallDelta:
-    """Part of call number `index`: first its id and name, then pieces of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,32 +326,8 @@ def whole_deltas(first: Sequence[CallDelta], second: Sequence[CallDelta]) -> Seq
     return (*first, *second) if first and second else first or second
 
 
-def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
-    """Merge the deltas of a finished answer."""
-    calls: list[tuple[CallDelta, list[str]]] = []
-    for delta in deltas:
-        if delta.index == len(calls):
-            calls.append((delta, []))
-        calls[delta.index][1].append(delta.arguments)
-    return [CallDelta(call.index, call.id, call.name, "".join(arguments)) for call, arguments in calls]
-
-
 def call_id(format_: ToolFormat, ids: str, number: int) -> str:
     """Return the id of call `number`; `ids` is the answer's own."""
     if format_.family == "mistral":  # whose templates take ids of nine letters and digits only
         return stable_letters(9, ids, number)
     return f"call_{stable_id(ids, number)[:24]}"
-
-
-def stable_id(*parts: str | int) -> str:
-    """Hash the parts to 32 hexadecimal digits: not random, as another gateway may write the answer again."""
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
-
-
-def stable_letters(count: int, *parts: str | int) -> str:
-    """Hash the parts to letters and digits, at most 21."""
-    number, letters = int(stable_id(*parts), 16), []
-    for _ in range(count):
-        number, digit = divmod(number, len(_ALPHANUMERIC))
-        letters.append(_ALPHANUMERIC[digit])
-    return "".join(letters)

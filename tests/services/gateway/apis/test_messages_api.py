@@ -13,9 +13,9 @@ import pytest
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.messages_api_bodies import MessagesBody, chat_of
 from cohort.services.gateway.apis.messages_api_events import MessageWriter, TextBlock, ToolUseBlock
+from cohort.services.gateway.generation.answer_parts import CallDelta
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import usage_of
-from cohort.services.gateway.generation.tool_calls import CallDelta
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 from tests.services.gateway.named_events import named_stream, parse_named
 from tests.services.gateway.test_structured_output import CALLS, roomy  # noqa: F401

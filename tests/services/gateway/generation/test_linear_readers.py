@@ -18,10 +18,11 @@ import pytest
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.messages_api_events import MessageWriter
+from cohort.services.gateway.generation.answer_parts import CallDelta, whole_calls
 from cohort.services.gateway.generation.answering import Answering
 from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, StopAutomaton, StopStrings
 from cohort.services.gateway.generation.openai_shapes import ChatScores, CompletionScores, CompletionShape
-from cohort.services.gateway.generation.tool_calls import CallDelta, ToolParser, whole_calls
+from cohort.services.gateway.generation.tool_calls import ToolParser
 from cohort.services.gateway.requests.tools import ToolFormat
 from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
 from tests.counting import Looks, bytes_allocated

@@ -10,9 +10,9 @@ from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.responses_api_bodies import ResponsesBody, chat_of, items_of
 from cohort.services.gateway.apis.responses_api_events import ResponseWriter, pending_response
+from cohort.services.gateway.generation.answer_parts import CallDelta
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import usage_of
-from cohort.services.gateway.generation.tool_calls import CallDelta
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "Hi"}
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cohort.common import grammar
 from cohort.common.grammar import GrammarTokens
 from cohort.services.gateway.generation import tool_calls
-from cohort.services.gateway.generation.tool_calls import CallDelta, ToolParser, whole_calls
+from cohort.services.gateway.generation.answer_parts import CallDelta, whole_calls
+from cohort.services.gateway.generation.tool_calls import ToolParser
 from cohort.services.gateway.requests.tools import Function, ToolFormat, calls_grammar, prompted, tool_format
 from tests.examples import examples
 from tests.services.gateway.tiny_model import EOS, byte_level

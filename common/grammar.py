@@ -128,6 +128,7 @@ class GrammarTokens:
                 self.tokens = llguidance.LLTokenizer(tokenizer, eos_token=[*end_tokens])
         except ValueError as error:
             raise ModelError(f"the model's tokenizer cannot be used with grammars: {error}") from error
+        self.ends = tuple(end_tokens)
         self._limits, self._written_limits = (
             llguidance.LLParserLimits(verbose_errors=False, **limits)  # type: ignore[arg-type]
             for limits in (_LIMITS, _WRITTEN_LIMITS)

@@ -109,15 +109,43 @@ class TokenHistory:
 
 @dataclass(slots=True, eq=False)
 class GrammarInputs:
-    """Grammar that an answer is bound to, and its output tokens so far. The rest is the engine's: the grammar's state,
-    why the engine gave it up, and whether the last step had no mask in time, hence gave no token. Another worker makes
-    them again from text and tokens."""
+    """Grammar that an answer is bound to, and its output tokens so far; `opens` and `closes` as in `SamplingParams`.
+    The rest is the engine's: the grammar's state, why the engine gave it up, and whether the last step had no mask in
+    time, hence gave no token. Another worker makes them again from text and tokens."""
 
     text: str
     output: list[int] = field(default_factory=list)
+    opens: tuple[int, ...] = ()
+    closes: int = -1
     answer: object | None = None
     failure: str = ""
     late: bool = False
+    _searched: int = 0
+    """Output tokens that were searched for `closes`; the last of them is it, if there is one."""
+
+    def begin(self, ahead: Sequence[int] = ()) -> int:
+        """Return the place among output and `ahead` where the grammar begins; -1 while the answer reasons."""
+        if self.closes < 0 or not self._may_reason(ahead):
+            return 0
+        output, first = self.output, len(self.opens)
+        if len(output) + len(ahead) < first:
+            return 0
+        if not self._searched or output[self._searched - 1] != self.closes:
+            start = max(self._searched, first)
+            found = self.closes in output[start:]
+            self._searched = output.index(self.closes, start) + 1 if found else len(output)
+        if self._searched > first and output[self._searched - 1] == self.closes:
+            return self._searched
+        return len(output) + ahead.index(self.closes) + 1 if self.closes in ahead else -1
+
+    def may_open(self, ahead: Sequence[int] = ()) -> int:
+        """Return the token with which reasoning begins, or goes on to begin; -1 if it cannot any more."""
+        known = len(self.output) + len(ahead)
+        return self.opens[known] if 0 <= known < len(self.opens) and self._may_reason(ahead) else -1
+
+    def _may_reason(self, ahead: Sequence[int]) -> bool:
+        begun = (*self.output[: len(self.opens)], *ahead)[: len(self.opens)]
+        return begun == self.opens[: len(begun)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +167,9 @@ class SamplingInputs:
         return SamplingInputs(
             LogitBias.of(params.logit_bias) if params.logit_bias else None,
             TokenHistory(prompt_tokens) if penalised else None,
-            GrammarInputs(params.grammar) if params.grammar else None,
+            GrammarInputs(params.grammar, opens=params.grammar_opens, closes=params.grammar_closes)
+            if params.grammar
+            else None,
         )
 
 

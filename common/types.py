@@ -102,7 +102,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     of position t depends only on (seed, t), so a request that moves, is preempted or recovered continues exactly.
     `stop_token_ids` includes the model's end tokens unless the client set `ignore_eos`. Stop *strings* are handled by
     the gateway: workers see tokens only. `grammar`: the text that the answer is bound to, as `cohort.common.grammar`
-    compiles it; "" = none. `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the
+    compiles it; "" = none. An answer that begins with the tokens `grammar_opens` (after a prompt that ends with what
+    they say: none) reasons first, and is bound behind the first token `grammar_closes`; -1 = from its beginning.
+    `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the
     same for every token of the prompt but the first, which nothing precedes."""
 
     max_tokens: int
@@ -120,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1
     prompt_logprobs: int = -1
     grammar: str = ""
+    grammar_opens: tuple[int, ...] = ()
+    grammar_closes: int = -1
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -6,7 +6,8 @@
 
 Owned by the model runner, called on the engine thread: on a GPU while the device computes, on a processor after it. A
 grammar is compiled once for all requests that have it, during the steps of their prompts; its matcher lives with the
-sequence. Two accounts in processor time, which other threads do not lengthen: a step's, beyond which a row sits the
+sequence. While an answer reasons before what is bound, its mask costs nothing: all tokens but those that end it. Two
+accounts in processor time, which other threads do not lengthen: a step's, beyond which a row sits the
 step out (`TokenMasks.late`) and a thread finds its mask meanwhile; and a request's, beyond which it ends. A grammar
 beyond its limits ends its own request and no other.
 """
@@ -84,6 +85,8 @@ class _Answer:
 
     compiled: Future[_Compiled]
     matcher: Matcher | None = None
+    begin: int = 0
+    """Place in the output where `matcher` begins."""
     mask: Future[Mask] | None = None
     costs_s: deque[float] = field(default_factory=lambda: deque(maxlen=MASKS))
     """Processor times of its last masks."""
@@ -146,6 +149,9 @@ class GrammarMasks:
         self._counted = (0.0, 0.0)
         """Value of the clock up to which the account has been charged."""
         # Bits of the last word that are tokens: what a grammar's vocabulary has beyond the logits cannot be sampled.
+        self._unbound: Int32Array = np.full(self._words, -1, dtype=np.int32)
+        """Mask of an answer that reasons."""
+        _clear(self._unbound, () if tokens is None else tokens.ends)
         self._last_word = np.uint32((1 << (vocabulary % _WORD_BITS or _WORD_BITS)) - 1).view(np.int32)
 
     @staticmethod
@@ -239,9 +245,14 @@ class GrammarMasks:
     def _known(self, inputs: GrammarInputs, row: SamplingRow) -> Int32Array | None:
         """Return a mask that costs the step nothing: an answer's first, or one from the helper."""
         answer = self._answer(inputs)
-        if len(inputs.output) < row.awaits or not answer.compiled.done():
-            return None  # the step before gave it no token, or it is compiled
+        if len(inputs.output) < row.awaits:
+            return None  # the step before gave it no token
+        begin = inputs.begin(row.ahead)
+        if not answer.compiled.done():
+            return self._unbound if begin < 0 else None
         compiled = answer.compiled.result()
+        if begin < 0:
+            return self._unbound
         if answer.mask is not None:
             if row.ahead or not answer.mask.done():
                 return None
@@ -250,10 +261,10 @@ class GrammarMasks:
             bits, cost_s = mask.result()
             answer.note(cost_s)
             return bits
-        if inputs.output or row.ahead:
+        if begin < len(inputs.output) + len(row.ahead):
             return None
         compiled.check()
-        return compiled.first
+        return _with(compiled.first, inputs.may_open(row.ahead))
 
     def _computed(self, inputs: GrammarInputs, row: SamplingRow) -> Int32Array | None:
         """Compute a mask here, unless the helper has the answer's matcher."""
@@ -293,17 +304,18 @@ class GrammarMasks:
 
     def _compute(self, inputs: GrammarInputs, answer: _Answer, ahead: tuple[int, ...]) -> Mask:
         """Return a mask, and the processor time of tokens that were replayed for it, which count for no mask."""
-        matcher, compiled = answer.matcher, answer.compiled.result()  # which is done
+        matcher, compiled, begin = answer.matcher, answer.compiled.result(), inputs.begin(ahead)
         compiled.check()
-        if matcher is None:
-            matcher = answer.matcher = compiled.matcher.copy()
-        replays = len(inputs.output) - matcher.taken > _REPLAYED
+        if matcher is None or answer.begin != begin:
+            matcher, answer.begin = compiled.matcher.copy(), begin
+            answer.matcher = matcher
+        replays = len(inputs.output) - begin - matcher.taken > _REPLAYED
         replay_s = self._clock() if replays else 0.0
-        matcher.take(inputs.output[matcher.taken :])
+        matcher.take(inputs.output[begin + matcher.taken :])
         if replays:
             replay_s = self._clock() - replay_s
-        with matcher.ahead(ahead):
-            return self._mask(matcher), replay_s
+        with matcher.ahead(ahead[max(0, begin - len(inputs.output)) :]):
+            return _with(self._mask(matcher), inputs.may_open(ahead)), replay_s
 
     def _mask(self, matcher: Matcher) -> Int32Array:
         assert self._tokens is not None
@@ -317,9 +329,7 @@ class GrammarMasks:
 
     def _allow(self, into: Int32Array, bits: Int32Array, banned: Sequence[int]) -> None:
         into[:] = bits
-        for token in banned:
-            if 0 <= token < self._words * _WORD_BITS:
-                into[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
+        _clear(into, banned)
         if banned and not into.any():
             into[:] = bits
 
@@ -373,9 +383,10 @@ def _cost_s(began: tuple[float, float], ended: tuple[float, float], replay_s: fl
 
 
 def _has_all_tokens(row: SamplingRow) -> bool:
-    """Return whether a row's mask can be looked for before the step: the one before it may be under way."""
+    """Return whether a row has a mask that can be looked for before the step: the one before it may be under way."""
     inputs = row.grammar
-    return inputs is not None and not inputs.failure and len(inputs.output) >= row.awaits
+    is_known = inputs is not None and not inputs.failure and len(inputs.output) >= row.awaits
+    return is_known and inputs is not None and inputs.begin(row.ahead) >= 0
 
 
 def _expected_s(row: SamplingRow) -> float:
@@ -390,8 +401,24 @@ def _expected_s(row: SamplingRow) -> float:
         return 0.0  # its failure is found at once
     if answer.compiled.result().slowest_s > STEP_S:
         return math.inf
-    taken = 0 if answer.matcher is None else answer.matcher.taken
-    return answer.mean_s + _TAKE_S * (len(inputs.output) - taken)
+    begin = inputs.begin(row.ahead)
+    taken = 0 if answer.matcher is None or answer.begin != begin else answer.matcher.taken
+    return answer.mean_s + _TAKE_S * max(0, len(inputs.output) - begin - taken)
+
+
+def _clear(into: Int32Array, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        if 0 <= token < len(into) * _WORD_BITS:
+            into[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
+
+
+def _with(bits: Int32Array, token: int) -> Int32Array:
+    """Return a mask that allows one more token; the same mask for -1."""
+    if not 0 <= token < len(bits) * _WORD_BITS:
+        return bits
+    more = bits.copy()
+    more[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS).view(np.int32)
+    return more
 
 
 def _compiled_bytes(text: str) -> int:

@@ -24,6 +24,8 @@ class ModelConfig(Section, frozen=True):
     # of requests that name none (temperature, top_p …): as the model's generation_config.json says, else its authors;
     # neutral = OpenAI's
     sampling_defaults: Literal["model", "neutral"] = "model"
+    # form of reasoning and of calls of tools: auto = by the chat template's marks; or a family of docs/guide/api.md
+    tool_format: str = "auto"
     weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
     # LoRA adapters beside it, {name: folder} in PEFT format; a request's `model` selects one (docs/guide/lora.md)
     lora: dict[str, str] = msgspec.field(default_factory=dict)

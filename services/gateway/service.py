@@ -63,8 +63,8 @@ from cohort.services.gateway.keys.keyring import Keyring
 from cohort.services.gateway.keys.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.openapi import ApiPages
+from cohort.services.gateway.requests.formats import answer_format
 from cohort.services.gateway.requests.model_card import ModelCard, Served, read_model_card
-from cohort.services.gateway.requests.tools import tool_format
 from cohort.services.gateway.resume.resumption import Resumption
 from cohort.services.gateway.show import GatewayShow
 from cohort.services.gateway.text.template_process import TemplateLimits
@@ -112,7 +112,7 @@ class Gateway:
         )
         if config.planner.mode != "off":
             self.streams.stats.traffic = TrafficReport(context.clock)
-        written = tool_format(tokenizer.template_source, tokenizer.added_token)
+        written = answer_format(tokenizer.template_source, tokenizer.added_token, config.model.tool_format)
         served = Served(card, tokenizer, written, self._max_model_len)
         host = GatewayContext(context.instance, context.clock, self._metrics, context.log)
         self.generator = Generator(config.gateway, served, host, self.streams, self._owners)

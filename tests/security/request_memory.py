@@ -33,8 +33,8 @@ from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.generation.generator import GatewayContext, Generator
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.keys.owners import Owners
+from cohort.services.gateway.requests.formats import answer_format
 from cohort.services.gateway.requests.model_card import Served
-from cohort.services.gateway.requests.tools import tool_format
 from cohort.services.gateway.service import load_model
 
 REQUESTS = 1000
@@ -75,7 +75,7 @@ class Crowd:
         settings, admission = GatewaySettings.of(config), compose.admission(config)
         machine = GatewayMachine("gateway", 1, "", settings, admission, clock.now_s(), predictor="")
         self._streams = Streams(machine, machine, send=lambda *_: None, clock=clock, metrics=metrics, log=log)
-        written = tool_format(tokenizer.template_source, tokenizer.added_token)
+        written = answer_format(tokenizer.template_source, tokenizer.added_token)
         served = Served(card, tokenizer, written, lambda: CONTEXT)
         host = GatewayContext("gateway", clock, metrics, log)
         self._generator = Generator(config.gateway, served, host, self._streams, Owners(config, ()))

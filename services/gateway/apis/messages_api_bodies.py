@@ -29,6 +29,7 @@ from cohort.services.gateway.http.bodies import (
     Tool,
 )
 from cohort.services.gateway.http.service_headers import printable
+from cohort.services.gateway.requests.tools import thinking_switch
 
 NAMES = (
     (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
@@ -47,11 +48,13 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class InputBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message: `text`, `tool_use` (`id`, `name`, `input`) or `tool_result` (`tool_use_id`, `content`,
-    `is_error`). `cache_control` and empty `citations` are tolerated."""
+    """A part of a message: `text`, `thinking`, `tool_use` (`id`, `name`, `input`) or `tool_result` (`tool_use_id`,
+    `content`, `is_error`). `cache_control`, `signature` and empty `citations` are tolerated."""
 
     type: str
     text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -87,6 +90,8 @@ class MessagesToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """`disabled` turns reasoning off, any other type on, where the chat template has a switch; a budget is ignored."""
+
     type: str
 
 
@@ -97,7 +102,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: OutputFormat | None = None
-    effort: str | None = None  # refused
+    effort: str | None = None
 
 
 class MessagesMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +121,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     output_config: OutputConfig | None = None
     # Tolerated: prefixes are cached without being asked for.
     cache_control: Any = None
-    # Refused unless it asks for nothing.
+    # Honoured where the chat template has a switch.
     thinking: Thinking | None = None
 
 
@@ -153,6 +158,8 @@ def chat_of(body: CountTokensBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
+        reasoning_effort=config.effort,
+        chat_template_kwargs=None if body.thinking is None else thinking_switch(body.thinking.type != "disabled"),
         tools=[_tool(index, tool) for index, tool in enumerate(body.tools or [])] or None,
         tool_choice=_choice(choice),
         parallel_tool_calls=False if serial else None,
@@ -172,10 +179,6 @@ def chat_of(body: CountTokensBody) -> ChatBody:
 
 
 def _refuse_unsupported(body: CountTokensBody) -> None:
-    if body.thinking is not None and body.thinking.type != "disabled":
-        raise _refused("thinking", "the model's answers have no thinking apart; only 'disabled' is taken")
-    if body.output_config is not None and body.output_config.effort is not None:
-        raise _refused("output_config.effort", "not supported")
     if isinstance(body, MessagesBody):
         for name in ("container", "mcp_servers", "context_management"):
             if getattr(body, name):
@@ -230,7 +233,11 @@ def _user(placed: Sequence[tuple[InputBlock, str]]) -> Iterator[dict[str, Any]]:
 def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for block, where in placed:
+        if block.type in ("thinking", "redacted_thinking"):
+            thoughts.append(block.thinking or "")
+            continue
         if block.type != "tool_use":
             texts.append(_text(block, where))
             continue
@@ -241,6 +248,8 @@ def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
             {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
         )
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.answer_parts import CallDelta
+from cohort.services.gateway.generation.answer_parts import CallDelta, Reasoning, stable_id
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import Extras, Usage
 
@@ -25,10 +25,20 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """Reasoning. `signature`: what clients want with a block to send it back; nothing is checked by it."""
+
+    thinking: str
+    signature: str
+
+
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
@@ -45,7 +55,7 @@ class MessageAnswer(msgspec.Struct, frozen=True):
     type: str
     role: str
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[Block]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -58,7 +68,7 @@ class MessageStart(msgspec.Struct, frozen=True, tag_field="type", tag="message_s
 
 class BlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ToolUseBlock
+    content_block: Block
 
 
 class Ping(msgspec.Struct, frozen=True, tag_field="type", tag="ping"):
@@ -73,9 +83,17 @@ class InputDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_
     partial_json: str
 
 
+class ThinkingDelta(msgspec.Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
 class BlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextBlockDelta | InputDelta
+    delta: TextBlockDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):
@@ -112,13 +130,19 @@ class _Text:
     parts: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Thinking:
+    signature: str
+    parts: list[str] = field(default_factory=list)
+
+
 class MessageWriter:
     """Writer of one answer: `begin` once, `take` for every piece, `end` once; events are sent in their order."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self._id = message_id
         self._model = model
-        self._blocks: list[_Text | _Call] = []
+        self._blocks: list[_Text | _Thinking | _Call] = []
         self._pinged = False
         self.started = False
 
@@ -131,13 +155,14 @@ class MessageWriter:
             )
 
     def take(self, piece: Piece) -> Iterator[Event]:
-        calls = list(piece.calls)
-        while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
-            yield from self._argument_events(calls.pop(0))
-        if piece.text:
-            yield from self._text_events(piece.text)
-        for call in calls:
-            yield from self._argument_events(call)
+        for part in piece.in_order:
+            match part:
+                case CallDelta():
+                    yield from self._argument_events(part)
+                case Reasoning():
+                    yield from self._thinking_events(part.text)
+                case text:
+                    yield from self._text_events(text)
 
     def end(
         self, finish: FinishReason, stop_string: str | None, usage: Usage, extras: Extras | UnsetType = UNSET
@@ -174,6 +199,14 @@ class MessageWriter:
         last.parts.append(text)
         yield BlockDelta(len(self._blocks) - 1, TextBlockDelta(text))
 
+    def _thinking_events(self, text: str) -> Iterator[Event]:
+        last = self._blocks[-1] if self._blocks else None
+        if not isinstance(last, _Thinking):
+            last = _Thinking(stable_id(self._id, len(self._blocks)))
+            yield from self._open(last, ThinkingBlock("", ""))
+        last.parts.append(text)
+        yield BlockDelta(len(self._blocks) - 1, ThinkingDelta(text))
+
     def _argument_events(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
             yield from self._open(_Call(call.id, call.name, []), ToolUseBlock(call.id, call.name, {}))
@@ -183,7 +216,7 @@ class MessageWriter:
             last.arguments.append(call.arguments)
             yield BlockDelta(len(self._blocks) - 1, InputDelta(call.arguments))
 
-    def _open(self, block: _Text | _Call, shown: TextBlock | ToolUseBlock) -> Iterator[Event]:
+    def _open(self, block: _Text | _Thinking | _Call, shown: Block) -> Iterator[Event]:
         yield from self._close()
         self._blocks.append(block)
         yield BlockStart(len(self._blocks) - 1, shown)
@@ -193,6 +226,8 @@ class MessageWriter:
 
     def _close(self) -> Iterator[Event]:
         if self._blocks:
+            if isinstance(last := self._blocks[-1], _Thinking):
+                yield BlockDelta(len(self._blocks) - 1, SignatureDelta(last.signature))
             yield BlockStop(len(self._blocks) - 1)
 
 
@@ -201,7 +236,9 @@ def usage_of(usage: Usage) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - cached, 0, cached, usage.completion_tokens)
 
 
-def _block(block: _Text | _Call) -> TextBlock | ToolUseBlock:
+def _block(block: _Text | _Thinking | _Call) -> Block:
+    if isinstance(block, _Thinking):
+        return ThinkingBlock("".join(block.parts), block.signature)
     if isinstance(block, _Text):
         return TextBlock("".join(block.parts))
     arguments = "".join(block.arguments)

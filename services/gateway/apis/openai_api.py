@@ -85,12 +85,14 @@ class _CompletionRequest(ApiRequest):
     async def whole(self, answering: Answering) -> bytes:
         generation, shape = answering.generation, answering.shape
         texts = [io.StringIO() for _ in generation.entries]
+        reasoning = [io.StringIO() for _ in generation.entries]
         calls: list[list[CallDelta]] = [[] for _ in generation.entries]
         scores: dict[int, Scores | None] = {}
         finished: dict[int, FinishReason] = {}
         means = [Mean() for _ in generation.entries]
         async for index, step in answering.outlet.steps(answering):
             texts[index].write(step.piece.text)
+            reasoning[index].write(step.piece.reasoning)
             calls[index] += step.piece.calls
             means[index].add(step.piece.scores)
             if index not in scores:
@@ -114,6 +116,7 @@ class _CompletionRequest(ApiRequest):
                     finished[index],
                     whole_calls(calls[index]),
                     places[index],
+                    reasoning[index].getvalue(),
                 )
                 for place, index in enumerate(chosen)
             ],
@@ -143,7 +146,7 @@ class ChunkWriter:
         return around[0] + _encode(text) + around[1]
 
     async def take(self, index: int, step: Step) -> list[bytes]:
-        if not (step.piece.text or step.piece.calls or step.finish is not None):
+        if not (step.piece.text or step.piece.parts or step.finish is not None):
             return []  # part of a character or of a stop string, perhaps
         scores = await self._answering.scores(index, first=step.first)
         if scores is not None:

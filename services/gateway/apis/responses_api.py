@@ -265,7 +265,7 @@ class _Events:
     async def take(self, index: int, step: Step) -> list[bytes]:
         writer, logprobs = self._writer, await _logprobs(self._answering, step)
         if step.finish is None:
-            opening = writer.begin() if step.piece.text or step.piece.calls else ()
+            opening = writer.begin() if step.piece.in_order else ()
             return _framed([*opening, *writer.take(step.piece, logprobs)])
         self._finish = step.finish
         return _framed([*writer.begin(), *writer.take(step.piece, logprobs), *writer.close(step.finish)])

@@ -42,11 +42,12 @@ NAMES = (
 LOGPROBS = "message.output_text.logprobs"
 _NEVER_PRESENT = ("reasoning.encrypted_content",)
 """Parts that may be requested, of items that no answer here has."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`input_text`, or `output_text` of an earlier answer, whose annotations and log-probabilities are tolerated."""
+    """`input_text`, or `reasoning_text` and `output_text` of an earlier answer, whose annotations and log-probabilities
+    are tolerated."""
 
     type: str
     text: str | None = None
@@ -62,8 +63,9 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A `message` (`role`, `content`), a `function_call` (`call_id`, `name`, `arguments`) or a `function_call_output`
-    (`call_id`, `output`). Without a type it is a message. `status` and `phase` are tolerated."""
+    """A `message` (`role`, `content`), a `reasoning` (`content`, or `summary`), a `function_call` (`call_id`, `name`,
+    `arguments`) or a `function_call_output` (`call_id`, `output`). Without a type it is a message. `status`, `phase`
+    and `encrypted_content` are tolerated."""
 
     type: str | None = None
     id: str | None = None
@@ -73,6 +75,8 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str | None = None
     arguments: str | None = None
     output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+    encrypted_content: str | None = None
     status: str | None = None
     phase: str | None = None
 
@@ -144,13 +148,21 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     service_tier: str | None = None
     stream_options: ResponsesStreamOptions | None = None
     max_tool_calls: int | None = None
+    reasoning: dict[str, Any] | None = None  # its `effort` is honoured, a summary never made
     # Refused unless they ask for nothing.
-    reasoning: dict[str, Any] | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
+
+
+def effort_of(body: ResponsesBody) -> str | None:
+    """Return the effort of reasoning that is asked for. Raises `RequestError`."""
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise RequestError("reasoning.effort must be a text.", param="reasoning.effort")
+    return effort
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
@@ -171,6 +183,7 @@ def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
+        reasoning_effort=effort_of(body),
         tools=[_tool(index, tool) for index, tool in enumerate(body.tools or [])] or None,
         tool_choice=NamedToolChoice("function", NamedFunction(choice.name))
         if isinstance(choice, NamedTool)
@@ -193,8 +206,6 @@ def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
 def _refuse_unsupported(body: ResponsesBody) -> None:
     if body.background:
         raise _refused("background", "answers are given while their client waits, whole or as a stream")
-    if any(value not in (None, "none") for value in (body.reasoning or {}).values()):
-        raise _refused("reasoning", "the model's answers have no reasoning apart")
     if body.text is not None and body.text.verbosity is not None:
         raise _refused("text.verbosity", "not supported")
     for name in ("conversation", "prompt", "context_management", "moderation"):
@@ -232,10 +243,14 @@ def _item(item: InputItem, where: str) -> InputItem:
                 output=_text(item.output or "", f"{where}.output"),
                 status="completed",
             )
+        case "reasoning":
+            text = _text([*(item.content or ()), *(() if item.content else item.summary or ())], where)
+            part = ContentPart(type="reasoning_text", text=text)
+            return InputItem(type="reasoning", id=item.id or _new_id("rs"), summary=[], content=[part])
         case other:
             raise RequestError(
-                f"{where}.type: an item of type {printable(other)!r} is not read here; message, function_call and "
-                "function_call_output are.",
+                f"{where}.type: an item of type {printable(other)!r} is not read here; message, reasoning, "
+                "function_call and function_call_output are.",
                 param=f"{where}.type",
             )
 
@@ -296,7 +311,7 @@ def _grouped(items: Sequence[InputItem]) -> Iterator[list[InputItem]]:
 
 
 def _is_ours(item: InputItem) -> bool:
-    return item.type == "function_call" or item.role == "assistant"
+    return item.type in ("function_call", "reasoning") or item.role == "assistant"
 
 
 def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
@@ -315,13 +330,18 @@ def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
 def _turn(items: Iterable[InputItem]) -> dict[str, Any]:
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for item in items:
-        if item.type == "function_call":
+        if item.type == "reasoning":
+            thoughts.append(_text(item.content or "", "input"))
+        elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments}
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif text := _text(item.content or "", "input"):
             texts.append(text)
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -1,7 +1,8 @@
 """The answers of `/v1/responses`: a response whole, or as the events that build it.
 
     created, in_progress ─▶ output_item.added ─▶ content_part.added, output_text.delta …, output_text.done,
-                            content_part.done  │  function_call_arguments.delta …, .done
+                            content_part.done  │  the same with reasoning_text
+                                               │  function_call_arguments.delta …, .done
                          ─▶ output_item.done ─▶ … ─▶ completed | incomplete | failed
 
 `ResponseWriter` takes an answer's pieces as they come. Pure; called by `responses_api.py`.
@@ -24,8 +25,9 @@ from cohort.services.gateway.apis.responses_api_bodies import (
     ResponsesTool,
     TextFormat,
     TextOptions,
+    effort_of,
 )
-from cohort.services.gateway.generation.answer_parts import CallDelta, stable_id
+from cohort.services.gateway.generation.answer_parts import CallDelta, Reasoning, stable_id
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import Extras, Usage
 from cohort.services.gateway.http.service_headers import printable
@@ -52,7 +54,20 @@ class OutputCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_ca
     status: str
 
 
-Item = OutputMessage | OutputCall
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
+    """Reasoning as the model wrote it; a summary is never made."""
+
+    id: str
+    summary: list[Any]
+    content: list[ReasoningText]
+    status: str
+
+
+Item = OutputMessage | OutputCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -82,7 +97,7 @@ class ResponseProblem(msgspec.Struct, frozen=True):
 
 
 class ResponseReasoning(msgspec.Struct, frozen=True):
-    effort: None = None
+    effort: str | None = None
     summary: None = None
 
 
@@ -138,7 +153,7 @@ class PartEvent(msgspec.Struct, frozen=True):
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -178,7 +193,35 @@ class ArgumentsDone(msgspec.Struct, frozen=True):
     arguments: str
 
 
-Event = ResponseEvent | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDone(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+Event = (
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDelta
+    | TextDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | ReasoningDelta
+    | ReasoningDone
+)
 
 
 def pending_response(
@@ -194,6 +237,7 @@ def pending_response(
         metadata=body.metadata or {},
         model=model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=ResponseReasoning(effort_of(body)),
         previous_response_id=body.previous_response_id,
         store=store,
         temperature=temperature,
@@ -239,12 +283,28 @@ class _Call:
         return OutputCall(self.id, self.call_id, self.name, "", self.status)
 
 
+@dataclass(slots=True)
+class _Reasoning:
+    id: str
+    text: list[str] = field(default_factory=list)
+    status: str = "in_progress"
+
+    def part(self) -> ReasoningText:
+        return ReasoningText("".join(self.text))
+
+    def item(self) -> Item:
+        return OutputReasoning(self.id, [], [self.part()], self.status)
+
+    def opening(self) -> Item:
+        return OutputReasoning(self.id, [], [], self.status)
+
+
 class ResponseWriter:
     """Writer of one answer: `begin`, `take` for every piece, `close`, then `final` or `failed`, sent in order."""
 
     def __init__(self, pending: ResponseObject) -> None:
         self.pending = pending
-        self._items: list[_Message | _Call] = []
+        self._items: list[_Message | _Call | _Reasoning] = []
         self._sequence = 0
         self.started = False
 
@@ -257,18 +317,23 @@ class ResponseWriter:
 
     def take(self, piece: Piece, logprobs: bytes = b"") -> Iterator[Event]:
         """Take a piece; `logprobs` is JSON without the list's brackets."""
-        calls = list(piece.calls)
-        while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
-            yield from self._argument_events(calls.pop(0))
         in_message = bool(self._items) and isinstance(self._items[-1], _Message)
-        if piece.text or (logprobs and not piece.calls and in_message):
-            yield from self._text_events(piece.text, logprobs)  # an end token has log-probabilities and no text
-        for call in calls:
-            yield from self._argument_events(call)
+        parts = piece.in_order
+        if logprobs and not parts and in_message:
+            parts = ("",)  # an end token has log-probabilities and no text
+        for part in parts:
+            match part:
+                case CallDelta():
+                    yield from self._argument_events(part)
+                case Reasoning():
+                    yield from self._reasoning_events(part.text)
+                case text:
+                    yield from self._text_events(text, logprobs)
+                    logprobs = b""
 
     def close(self, finish: FinishReason) -> Iterator[Event]:
         """End the last item. An empty answer is an empty message."""
-        if not self._items:
+        if not self._items or (finish is FinishReason.STOP and isinstance(self._items[-1], _Reasoning)):
             yield from self._open(_Message(self._new_id("msg")))
         yield from self._end_item("incomplete" if finish is FinishReason.LENGTH else "completed")
 
@@ -320,6 +385,14 @@ class ResponseWriter:
             last.logprobs.append(logprobs)
         yield TextDelta("response.output_text.delta", self._next(), last.id, self._index, 0, text, _raw(logprobs))
 
+    def _reasoning_events(self, text: str) -> Iterator[Event]:
+        last = self._items[-1] if self._items else None
+        if not isinstance(last, _Reasoning):
+            last = _Reasoning(self._new_id("rs"))
+            yield from self._open(last)
+        last.text.append(text)
+        yield ReasoningDelta("response.reasoning_text.delta", self._next(), last.id, self._index, 0, text)
+
     def _argument_events(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
             yield from self._open(_Call(self._new_id("fc"), call.id, call.name))
@@ -338,14 +411,15 @@ class ResponseWriter:
     def _index(self) -> int:
         return len(self._items) - 1
 
-    def _open(self, item: _Message | _Call) -> Iterator[Event]:
+    def _open(self, item: _Message | _Call | _Reasoning) -> Iterator[Event]:
         if self._items:
             yield from self._end_item("completed")
         self._items.append(item)
         yield ItemEvent("response.output_item.added", self._next(), self._index, item.opening())
-        if isinstance(item, _Message):
+        if not isinstance(item, _Call):
             kind = "response.content_part.added"
-            yield PartEvent(kind, self._next(), item.id, self._index, 0, OutputText("", [], _raw(b"")))
+            empty = OutputText("", [], _raw(b"")) if isinstance(item, _Message) else ReasoningText("")
+            yield PartEvent(kind, self._next(), item.id, self._index, 0, empty)
 
     def _end_item(self, status: str) -> Iterator[Event]:
         item = self._items[-1]
@@ -355,6 +429,11 @@ class ResponseWriter:
             kind = "response.output_text.done"
             yield TextDone(kind, self._next(), item.id, self._index, 0, part.text, part.logprobs)
             yield PartEvent("response.content_part.done", self._next(), item.id, self._index, 0, part)
+        elif isinstance(item, _Reasoning):
+            thought = item.part()
+            kind = "response.reasoning_text.done"
+            yield ReasoningDone(kind, self._next(), item.id, self._index, 0, thought.text)
+            yield PartEvent("response.content_part.done", self._next(), item.id, self._index, 0, thought)
         else:
             kind = "response.function_call_arguments.done"
             yield ArgumentsDone(kind, self._next(), item.id, self._index, item.name, "".join(item.arguments))
@@ -366,7 +445,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
         usage.prompt_tokens,
         InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
         usage.completion_tokens,
-        OutputTokensDetails(),
+        OutputTokensDetails(getattr(usage.completion_tokens_details, "reasoning_tokens", 0)),
         usage.total_tokens,
     )
 

@@ -20,7 +20,7 @@ from cohort.services.gateway.keys.middleware import OWNER
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.parsing import check_model, decode, read_messages
-from cohort.services.gateway.requests.tools import as_prompted, prompted
+from cohort.services.gateway.requests.tools import as_prompted, for_template, with_tools
 from cohort.services.gateway.text.tokenizer import PromptTooLong, Tokenizer, byte_length
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
@@ -140,10 +140,8 @@ class TokenApi:
         messages = read_messages(body.messages or [])
         variables = dict(body.chat_template_kwargs or {})
         tools = [as_prompted(tool) for tool in body.tools or []]
-        if self._tool_format is not None and self._tool_format.prompted:
-            messages = prompted(messages, tools)
-        elif tools:
-            variables["tools"] = tools
+        messages, of_tools = with_tools(for_template(messages, self._tool_format), tools, self._tool_format)
+        variables |= of_tools
         return await self._tokenizer.render_soon(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,

@@ -91,18 +91,21 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[Part]:
         """Return what the text adds, neighbours of one kind joined."""
+        self.write(text)
+        return self.found()
+
+    def write(self, text: str) -> None:
         for character in text:
             if self.ended:
                 break
             self._send(character)
-        return self._found()
 
     def finish(self) -> list[Part]:
         """End the answer: text held back is content after all."""
         if not self.ended:
             self._send(END)
             self.ended = True
-        return self._found()
+        return self.found()
 
     def _send(self, character: str) -> None:
         try:
@@ -110,7 +113,8 @@ class AnswerReader:
         except StopIteration:
             self.ended = True
 
-    def _found(self) -> list[Part]:
+    def found(self) -> list[Part]:
+        """Return what was added since this was called last."""
         self._end_part()
         found, self._parts = self._parts, []
         return found

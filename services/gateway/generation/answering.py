@@ -20,8 +20,10 @@ import msgspec
 
 from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
+from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.answer_parts import CallDelta, stable_id
+from cohort.services.gateway.generation.answer_parts import stable_id
+from cohort.services.gateway.generation.answer_reader import AnswerReader
 from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, prompt_scores
 from cohort.services.gateway.generation.delta import Delta, Generation
 from cohort.services.gateway.generation.openai_shapes import (
@@ -34,7 +36,6 @@ from cohort.services.gateway.generation.openai_shapes import (
     usage_of,
 )
 from cohort.services.gateway.generation.preparation import Reservation
-from cohort.services.gateway.generation.tool_calls import ToolParser, whole_deltas
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.text.tokenizer import TokenText
 
@@ -181,7 +182,7 @@ class Outlet:
             return False
         choice = self._choices.get(index)
         if choice is None:
-            if index not in answering.started or index in answering.ended:
+            if index not in answering.started or index in answering.ended or answering.reads(index):
                 return False  # the first event says more
             choice = self._choices[index] = answering.choices[index]
         try:
@@ -264,8 +265,10 @@ class Answering:
     token_by_token: bool = False
     """Whether each token is a step of its own, however many come at once: steps are then the same on every gateway, and
     an answer that ends with its first tool call has no token after it."""
-    tool_parsers: list[ToolParser] = field(default_factory=list)
-    """Parsers of tool calls, one per choice; empty where calls are not parsed."""
+    readers: list[AnswerReader] = field(default_factory=list)
+    """Readers of reasoning and tool calls, one per choice; empty where answers have neither."""
+    reasoning_tokens: dict[int, int] = field(default_factory=dict)
+    """Tokens of reasoning by choice, its marks included."""
     started: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Choices of a stream that are complete."""
@@ -280,10 +283,14 @@ class Answering:
 
     @property
     def plain(self) -> bool:
-        """Whether an answer is its text alone, without scores, usage, stop strings or calls."""
+        """Whether an answer's content is its text alone, without scores, usage or stop strings."""
         call = self.call
         scored = call.shows_logprobs or call.scores_prompt or call.sampling.logprobs >= 0
-        return not (scored or call.continuous_usage or call.stop_strings or self.tool_parsers)
+        return not (scored or call.continuous_usage or call.stop_strings)
+
+    def reads(self, index: int) -> bool:
+        """Return whether a choice's next text may be more than content."""
+        return bool(self.readers) and not self.readers[index].is_plain
 
     def due(self, delta: Delta) -> list[Delta]:
         """Return the deltas to answer now: none until the prompt is scored, then those that waited too."""
@@ -309,12 +316,13 @@ class Answering:
         index, tokens, finish = delta.index, delta.tokens, delta.finish
         if self.call.max_tokens == 0 and finish is not None:
             tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not requested
-        piece = self.choices[index].feed(tokens, delta.logprobs, finish)
-        if self.tool_parsers:
-            piece = self._read_calls(index, piece, finish)
+        if self.readers:
+            piece = self._read(index, tokens, delta.logprobs, finish)
+        else:
+            piece = self.choices[index].feed(tokens, delta.logprobs, finish)
         self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish
-        first = index not in self.started and bool(piece.text or piece.calls or finish)
+        first = index not in self.started and bool(piece.text or piece.parts or finish)
         text = piece.text
         if first:
             self.started.add(index)
@@ -322,20 +330,30 @@ class Answering:
         piece = dataclasses.replace(piece, text=text, scores=self._behind_echo(index, piece.scores))
         return Step(piece, finish, first)
 
-    def _read_calls(self, index: int, piece: Piece, finish: FinishReason | None) -> Piece:
-        """Return the piece with the tool calls in its text parsed out."""
-        parser = self.tool_parsers[index]
-        found = parser.feed(piece.text)
-        calls: Sequence[CallDelta] = found.calls
-        content = found.content
-        stopped = piece.stopped or (parser.ended and finish is None)
-        if finish is not None or stopped:
-            rest = parser.finish()
-            calls, content = whole_deltas(calls, rest.calls), content + rest.content
-        unsent = self._unsent.setdefault(index, [])
-        unsent += piece.scores
-        scores = self._unsent.pop(index) if calls or content or finish or stopped else []
-        return Piece(content, scores, stopped, calls, called=parser.calls > 0)
+    def _read(
+        self, index: int, tokens: Sequence[int], scores: Sequence[TokenLogprob], finish: FinishReason | None
+    ) -> Piece:
+        """Return the tokens as parts of an answer, read one by one: each may be the last, or one of reasoning."""
+        choice, reader = self.choices[index], self.readers[index]
+        unsent, stopped = self._unsent.setdefault(index, []), False
+        for place, token in enumerate(tokens):
+            is_reasoning = reader.in_reasoning
+            piece = choice.feed([token], scores[place : place + 1], None)
+            reader.write(piece.text)
+            unsent += piece.scores
+            if is_reasoning or reader.in_reasoning:
+                self.reasoning_tokens[index] = self.reasoning_tokens.get(index, 0) + 1
+            if piece.stopped or (reader.ended and (finish is None or place < len(tokens) - 1)):
+                stopped = True
+                break
+        if finish is not None and not stopped:
+            piece = choice.feed([], (), finish)
+            reader.write(piece.text)
+            unsent += piece.scores
+        parts = reader.finish() if finish is not None or stopped else reader.found()
+        due = self._unsent.pop(index) if parts or finish or stopped else []
+        content = "".join([part for part in parts if isinstance(part, str)])
+        return Piece(content, due, stopped, parts, called=reader.calls > 0)
 
     def unique_id(self) -> str:
         """Return this answer's id, 32 hexadecimal digits: the same for every rendering, on another gateway too."""
@@ -352,6 +370,7 @@ class Answering:
             sum(entry.request.prompt_tokens for entry in entries),
             self.completion_tokens,
             sum(entry.cached_tokens for entry in entries),
+            sum(self.reasoning_tokens.values()) if self.readers else None,
         )
 
     def used(self) -> tuple[int, int]:
@@ -362,7 +381,8 @@ class Answering:
 
     def choice_usage(self, index: int) -> Usage:
         entry = self.generation.entries[index]
-        return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens)
+        reasoning = self.reasoning_tokens.get(index, 0) if self.readers else None
+        return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens, reasoning)
 
     def extras(self, indexes: Iterable[int], *, renumbered: bool = False) -> Extras:
         """Return the extras of these choices; `renumbered` counts them from 0 in this order."""

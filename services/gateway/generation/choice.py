@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.answer_parts import CallDelta
+from cohort.services.gateway.generation.answer_parts import CallDelta, Part, Reasoning
 from cohort.services.gateway.text.tokenizer import Detokenizer
 
 
@@ -32,13 +32,26 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Addition to the client's text, which a stop string ends if `stopped`. `called`: the choice has tool calls."""
+    """Addition to the client's text, which a stop string ends if `stopped`. `parts`: the same with reasoning and tool
+    calls in their order, () = text alone. `called`: the choice has tool calls."""
 
     text: str
     scores: Sequence[ScoredToken]
     stopped: bool
-    calls: Sequence[CallDelta] = ()
+    parts: Sequence[Part] = ()
     called: bool = False
+
+    @property
+    def in_order(self) -> Sequence[Part]:
+        return self.parts or ((self.text,) if self.text else ())
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.parts if isinstance(part, CallDelta)]
+
+    @property
+    def reasoning(self) -> str:
+        return "".join([part.text for part in self.parts if isinstance(part, Reasoning)])
 
 
 def prompt_scores(

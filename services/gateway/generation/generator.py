@@ -29,8 +29,9 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.process.metrics import RequestMetrics
-from cohort.common.types import InstanceId, Request
+from cohort.common.types import InstanceId, Request, SamplingParams
 from cohort.services.gateway.generation.answer_parts import stable_id
+from cohort.services.gateway.generation.answer_reader import AnswerReader
 from cohort.services.gateway.generation.answering import Answering, Outlet, Writer
 from cohort.services.gateway.generation.choice import Choice, StopAutomaton
 from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation, StreamKind, TokenSink
@@ -38,7 +39,6 @@ from cohort.services.gateway.generation.openai_shapes import ChatShape, Completi
 from cohort.services.gateway.generation.preparation import RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.generation.tool_calls import ToolParser
 from cohort.services.gateway.http.request_bodies import RequestBodies, Take
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.http.sse import EventStream, Outbox
@@ -52,6 +52,10 @@ from cohort.services.gateway.text.tokenizer import TokenText, latest_turns
 
 # A client's request id becomes a part of ours only if it matches: ours travel through logs and file names.
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+MARK_TOKENS = 16
+"""Tokens of a prompt's end in which a mark of reasoning is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,8 @@ class Generator:
         began_s = clock.now_s()
         prompts, messages = await self._tokenize(call, self.served.max_model_len(), queue_owner)
         call = dataclasses.replace(call, messages=messages)
+        if sampling.grammar and call.chat:
+            call = dataclasses.replace(call, sampling=self._after_reasoning(sampling, prompts[0]))
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
         token_limits = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
@@ -299,13 +305,15 @@ class Generator:
         # A prompt is decoded once: its choices share the string.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)
+        readers = self._readers(call, requests, stable_id(base_id, repr(created_s)))
+        unskipped = self._mark_ids(call) if readers else frozenset()
         shape: Shape = self.chat if call.chat else self.completion
         return Answering(
             call,
             generation,
             shape,
             self._text,
-            choices=[self._choice(call, item, stops) for item in requests],
+            choices=[self._choice(call, item, stops, unskipped) for item in requests],
             echoes=[echo for echo in echoes for _ in range(call.n)],
             base_id=base_id,
             id=shape.id_prefix + base_id,
@@ -314,17 +322,53 @@ class Generator:
             stop=partial(self.streams.stop, generation),
             model=call.adapter or self.served.card.name,
             reserved=reserved,
-            token_by_token=call.tools is not None and not call.tools.parallel,  # it ends right after its first call
-            tool_parsers=_tool_parsers(call, len(requests), base_id, created_s),
+            readers=readers,
         )
 
-    def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
+    def _choice(self, call: Call, request: Request, stops: StopAutomaton, unskipped: frozenset[int]) -> Choice:
         detokenizer = self._text.stream(
             context=() if call.chat else request.tokens[-16:],  # a first space depends on the text before
             skip_special=call.skip_special_tokens,
-            unskipped=call.tools.format.marker_ids if call.tools is not None else frozenset(),
+            unskipped=unskipped,
         )
         return Choice(detokenizer, stops, min_tokens=call.min_tokens, logprobs=call.sampling.logprobs >= 0)
+
+    def _after_reasoning(self, sampling: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """Return the parameters with the place where the grammar begins to bind."""
+        if (format_ := self.served.tool_format) is None:
+            return sampling
+        encode = partial(self._tokenizer.encode, special_tokens=False)
+        opens, closes = format_.free_start(self._end_of(prompt), encode)
+        return msgspec.structs.replace(sampling, grammar_opens=opens, grammar_closes=closes)
+
+    def _end_of(self, prompt: list[int]) -> str:
+        return self._tokenizer.decode(prompt[-MARK_TOKENS:], skip_special=False)
+
+    def _mark_ids(self, call: Call) -> frozenset[int]:
+        """Return special tokens that a reader needs in the text."""
+        format_ = self.served.tool_format
+        assert format_ is not None, "there is a reader only for a known form of answers"
+        return format_.reasoning_mark_ids if call.tools is None else format_.call_mark_ids
+
+    def _readers(self, call: Call, requests: Sequence[Request], ids: str) -> list[AnswerReader]:
+        """Return a reader for each choice; none where an answer can be nothing but content."""
+        format_, tools = self.served.tool_format, call.tools
+        if not call.chat or format_ is None or (tools is None and not format_.reasons):
+            return []
+        reasoning = format_.reasoning_at(self._end_of(requests[0].tokens[: requests[0].prompt_tokens]))
+        if tools is None and reasoning == "ended":
+            return []
+        return [
+            AnswerReader(
+                format_,
+                calls=tools is not None,
+                parallel=tools is None or tools.parallel,
+                ids=f"{ids}-{index}",
+                in_reasoning=reasoning == "begun",
+                schemas=None if tools is None else tools.schemas,
+            )
+            for index in range(len(requests))
+        ]
 
     async def _tokenize(self, call: Call, limit: int, owner: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the tokens of each prompt, and a chat's messages without the turns that truncation drops."""
@@ -371,10 +415,3 @@ class Generator:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
         self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()  # as in `arriving`
-
-
-def _tool_parsers(call: Call, count: int, base_id: str, created_s: float) -> list[ToolParser]:
-    if (tools := call.tools) is None:
-        return []
-    ids = stable_id(base_id, repr(created_s))
-    return [ToolParser(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]

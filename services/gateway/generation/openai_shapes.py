@@ -31,11 +31,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of answers that a reader reads
 
 
 class RequestExtras(msgspec.Struct, frozen=True):
@@ -114,6 +119,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -127,6 +133,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -180,6 +187,7 @@ class Shape(Protocol):
         finish: FinishReason,
         calls: Sequence[CallDelta] = (),
         places: msgspec.Raw | None = None,
+        reasoning: str = "",
     ) -> CompletionChoice | ChatChoice:
         """Return a whole choice; `places` are its prompt's log-probabilities, where it has them."""
         ...
@@ -259,6 +267,7 @@ class CompletionShape:
         finish: FinishReason,
         calls: Sequence[CallDelta] = (),
         places: msgspec.Raw | None = None,
+        reasoning: str = "",
     ) -> CompletionChoice:
         logprobs = None if scores is None else scores.json()
         return CompletionChoice(index, text, logprobs, finish.value, UNSET if places is None else places)
@@ -317,21 +326,24 @@ class ChatShape:
         finish: FinishReason,
         calls: Sequence[CallDelta] = (),
         places: msgspec.Raw | None = None,
+        reasoning: str = "",
     ) -> ChatChoice:
         logprobs = None if scores is None else scores.json()
+        thought = reasoning or UNSET
         if not calls:
-            return ChatChoice(index, ChatMessage("assistant", text), logprobs, finish.value)
+            message = ChatMessage("assistant", text, reasoning_content=thought)
+            return ChatChoice(index, message, logprobs, finish.value)
         made = [ToolCall(CalledFunction(call.arguments, call.name), id=call.id, type="function") for call in calls]
-        message = ChatMessage("assistant", text or None, tool_calls=made)
+        message = ChatMessage("assistant", text or None, reasoning_content=thought, tool_calls=made)
         return ChatChoice(index, message, logprobs, _finish_of_calls(finish))
 
     def chunk(
         self, index: int, piece: Piece, scores: Scores | None, *, first: bool, finish: FinishReason | None
     ) -> ChatChunkChoice:
         # The role rides with the first text: a chunk of its own would count as a first token.
-        content = piece.text if piece.text or (first and not piece.calls) else UNSET
-        calls = [_delta_of(call) for call in piece.calls] if piece.calls else UNSET
-        delta = ChatDelta("assistant" if first else UNSET, content, calls)
+        content = piece.text if piece.text or (first and not piece.parts) else UNSET
+        calls = [_delta_of(call) for call in piece.calls]
+        delta = ChatDelta("assistant" if first else UNSET, content, piece.reasoning or UNSET, calls or UNSET)
         logprobs = scores.json() if scores is not None and scores.tokens else None
         reason = None if finish is None else _finish_of_calls(finish) if piece.called else finish.value
         return ChatChunkChoice(index, delta, logprobs, reason)
@@ -400,9 +412,13 @@ def extras_of(
     )
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning: int | None = None) -> Usage:
     return Usage(
-        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptTokensDetails(cached_tokens),
+        UNSET if reasoning is None else CompletionTokensDetails(reasoning),
     )
 
 

@@ -209,6 +209,7 @@ class ChatBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -220,5 +221,4 @@ class ChatBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None

@@ -62,6 +62,10 @@ class AnswerFormat:
     """Around a name before its arguments; `{index}` is the call's number."""
     tail: str = ""
     """After named arguments, before the call's end."""
+    pad: str = ""
+    """Between the marks of a call and its object."""
+    listed: bool = False
+    """Whether several calls are written as one list."""
     key: str = "arguments"
     """Key of a JSON call's arguments."""
     bare: bool = False
@@ -105,6 +109,28 @@ class AnswerFormat:
         """Whether answers may have reasoning apart."""
         return bool(self.reasoning) or self.body == "channels"
 
+    def reasoning_at(self, prompt_end: str) -> Literal["", "begun", "ended"]:
+        """Return whether a prompt ends where reasoning has begun, or has ended."""
+        text = prompt_end.rstrip()
+        for marks in self.reasoning:
+            return "begun" if text.endswith(marks.begin) else "ended" if text.endswith(marks.end) else ""
+        return ""
+
+    def free_start(self, prompt_end: str, encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], int]:
+        """Return `grammar_opens` and `grammar_closes` for an answer that may reason before what binds it: -1 where its
+        prompt has ended reasoning, or the marks are no tokens."""
+        if self.body == "channels":
+            closes = self.ids.get(END, -1)
+            return (tuple(encode(f"{CHANNEL}analysis")), closes) if CHANNEL in self.ids else ((), -1)
+        where = self.reasoning_at(prompt_end)
+        for marks in self.reasoning:
+            closes = self.ids.get(marks.end, -1)
+            if where == "begun" or closes < 0:
+                return (), closes
+            if where == "" and marks.begin in self.ids:
+                return (self.ids[marks.begin],), closes
+        return (), -1
+
     def _reasoning_texts(self) -> Iterator[str]:
         for marks in self.reasoning:
             yield from (marks.begin, marks.end)
@@ -142,6 +168,7 @@ _MISTRAL = AnswerFormat(
     ("[TOOL_CALLS]",),
     "json",
     call=Marks("[TOOL_CALLS]"),
+    listed=True,
     head=rf"\s*(?P<name>{NAME})\s*(?:\[CALL_ID\]\s*(?P<id>\w*)\s*)?(?:\[ARGS\])?\s*",
     reasoning=(Marks("[THINK]", "[/THINK]"), Marks("<think>", "</think>")),
     id_letters=9,
@@ -178,6 +205,7 @@ ROWS = (
         name="mistral-args",
         signs=("[TOOL_CALLS]", "[ARGS]"),
         body="named",
+        listed=False,
         written=Marks("", "[ARGS]"),
     ),
     _MISTRAL,
@@ -196,7 +224,7 @@ ROWS = (
         call=_HERMES,
         between="\n",
         tags=Tags(
-            Marks("\n<function=", ">\n"), Marks("<parameter=", ">\n"), Marks("", "\n</parameter>"), "</function>\n"
+            Marks("\n<function=", ">\n"), Marks("<parameter=", ">"), Marks("", "\n</parameter>"), "</function>\n"
         ),
     ),
     AnswerFormat("phi-4", ("<|tool_call|>", "<|/tool_call|>"), "json", call=Marks("<|tool_call|>", "<|/tool_call|>")),
@@ -212,10 +240,11 @@ ROWS = (
         ("<|tool_call|>",),
         "json",
         call=Marks("<|tool_call|>"),
+        listed=True,
         reasoning=(Marks("Here is my thought process:", "Here is my response:"), Marks("<think>", "</think>")),
         dropped=("<response>", "</response>"),
     ),
-    AnswerFormat("hermes", ("<tool_call>", "tools"), "json", call=_HERMES, between="\n"),
+    AnswerFormat("hermes", ("<tool_call>", "tools"), "json", call=_HERMES, between="\n", pad="\n"),
     AnswerFormat(
         "llama-3", ("<|python_tag|>",), "json", call=Marks("<|python_tag|>"), between="; ", key="parameters", bare=True
     ),
@@ -227,7 +256,7 @@ ROWS = (
         "gemma-3", ("<start_of_turn>",), "json", call=Marks("```tool_code", "```"), key="parameters", bare=True,
         fences=("```json",), place="text",
     ),
-    AnswerFormat("think", (), "json", call=_HERMES, between="\n", place="text"),
+    AnswerFormat("think", (), "json", call=_HERMES, between="\n", pad="\n", place="text"),
 )  # fmt: skip
 """The families, the more special marks first."""
 NAMES = tuple(dict.fromkeys(row.name for row in ROWS))

@@ -15,7 +15,7 @@ from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.json_files import read_json_object
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
-from cohort.services.gateway.requests.tools import ToolFormat
+from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.text.tokenizer import Tokenizer
 
 # The same limit has several names in published configurations; the first one present counts.
@@ -92,12 +92,12 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Model with its tokenizer. `tool_format`: how it writes tool calls, None = not supported. `max_model_len`: the
+    """Model with its tokenizer. `tool_format`: how it writes answers, None without a template. `max_model_len`: the
     model's, or less where the workers hold less."""
 
     card: ModelCard
     tokenizer: Tokenizer
-    tool_format: ToolFormat | None
+    tool_format: AnswerFormat | None
     max_model_len: Callable[[], int]
 
 

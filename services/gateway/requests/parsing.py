@@ -35,9 +35,18 @@ from cohort.services.gateway.http.service_headers import (
     TTFT_HEADER,
     printable,
 )
+from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.requests.model_card import ModelCard, Served
 from cohort.services.gateway.requests.prompt_field import prompts
-from cohort.services.gateway.requests.tools import ToolFormat, ToolUse, prompted, read_calls, tool_use
+from cohort.services.gateway.requests.tools import (
+    ToolUse,
+    bound_spec,
+    effort_switch,
+    for_template,
+    read_calls,
+    tool_use,
+    with_tools,
+)
 from cohort.services.gateway.text.grammar_process import GrammarKind, GrammarSpec
 
 # OpenAI's default for completions; chat completions may use what the context leaves.
@@ -161,16 +170,17 @@ def parse_chat(
     headers: Mapping[str, str],
     config: GatewayConfig,
     card: ModelCard,
-    tool_format: ToolFormat | None = None,
+    tool_format: AnswerFormat | None = None,
 ) -> Call:
     refuse_shape(data, config, chat=True)
     return chat_call(decode(_chat_decoder, data), headers, config, card, tool_format)
 
 
 def chat_call(
-    body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: ToolFormat | None
+    body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: AnswerFormat | None
 ) -> Call:
-    """Parse a chat's body. `tool_format`: how the model writes calls; None = unreadable. Raises `RequestError`."""
+    """Parse a chat's body. `tool_format`: how the model writes answers; None without a template. Raises
+    `RequestError`."""
     messages = read_messages(body.messages)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -182,15 +192,17 @@ def chat_call(
     for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
         if reserved in variables:
             raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
-    tools = tool_use(body, tool_format)
-    if tool_format is not None and tool_format.prompted:
-        messages = prompted(messages, tools.prompt if tools is not None else ())
-    elif tools is not None:
-        variables = {**variables, "tools": list(tools.prompt)}
+    answer = grammar_spec_of(body)
+    tools = tool_use(body, tool_format, answer)
+    messages, of_tools = with_tools(for_template(messages, tool_format), tools.prompt if tools else (), tool_format)
+    variables = {**effort_switch(body.reasoning_effort, tool_format), **variables, **of_tools}
+    if answer is not None and tool_format is not None and tool_format.body == "channels":
+        answer = bound_spec(tool_format, (), parallel=False, answer=answer)  # which stands in a channel
     own = _Own(
         chat=True,
         messages=messages,
         tools=tools,
+        answer=answer,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -246,6 +258,8 @@ class _Own:
     add_generation_prompt: bool = True
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolUse | None = None
+    answer: GrammarSpec | None = None
+    """Form of the answer, as its model writes it."""
 
 
 def _call(
@@ -278,7 +292,7 @@ def _call(
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _class_and_slo(wishes, headers, config)
-    wanted = _grammar_spec(body, own.tools)
+    wanted = _grammar_spec(body, own)
     return Call(
         chat=own.chat,
         prompts=own.prompts,
@@ -328,14 +342,10 @@ def _best_of(best_of: int, n: int, *, chat: bool, stream: bool) -> int:
     return best_of
 
 
-def _grammar_spec(body: CompletionBody | ChatBody, tools: ToolUse | None) -> GrammarSpec | None:
-    wanted = grammar_spec_of(body)
-    if wanted is not None and tools is not None:
-        raise RequestError(
-            f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
-        )
+def _grammar_spec(body: CompletionBody | ChatBody, own: _Own) -> GrammarSpec | None:
+    tools = own.tools
     if tools is None or tools.grammar_spec is None:
-        return wanted
+        return own.answer if own.chat else grammar_spec_of(body)
     if body.ignore_eos:
         raise _refused("ignore_eos", "an answer that must be calls ends with them")
     return tools.grammar_spec
@@ -490,6 +500,9 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     name = message.get("name")
     if name is not None and not isinstance(name, str):
         raise RequestError(f"{where}.name must be a text.", param=f"{where}.name")
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise RequestError(f"{where}.reasoning_content must be a text.", param=f"{where}.reasoning_content")
     return {**message, "content": content}
 
 
@@ -513,7 +526,7 @@ def _refuse_unsupported_chat_options(body: ChatBody) -> None:
         raise _refused("function_call", "not supported; its successor tool_choice is")
     if body.modalities not in (None, [], ["text"]):
         raise _refused("modalities", "only text is produced")
-    for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):
+    for name in ("audio", "web_search_options", "verbosity"):
         if getattr(body, name) is not None:
             raise _refused(name, "not supported")
 

@@ -1,9 +1,10 @@
-"""The tools of a chat: how its model writes calls, which it may and which it must call, and how earlier calls are read.
+"""The tools of a chat: which its model may and which it must call, and earlier turns as its chat template wants them.
 
-The marks in the chat template's source tell the family. A template without a place for tools gets them in a system
-message in Hermes' form, which many small models have seen; one with an unknown form refuses tools. `tool_choice` none
-leaves the tools out; required and a named function bind the answer by a grammar; with auto, what the model writes is
-read (`tool_calls.py`). Pure; called by `service.py` and `parsing.py`.
+`formats.py` has the form of calls. A template without a place for tools gets them in a system message, in Hermes' form,
+which many small models have seen, or its family's; one with an unknown form refuses tools. `tool_choice` none leaves
+the tools out; required and a named function bind the answer by a grammar (`call_grammars.py`), and so does a form of
+the answer beside tools; with auto alone, what the model writes is read (`answer_reader.py`). Pure; called by
+`parsing.py` and `token_api.py`.
 """
 
 from __future__ import annotations
@@ -11,91 +12,36 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from cohort.common import grammar
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
 from cohort.services.gateway.http.bodies import ChatBody, NamedToolChoice, Tool
+from cohort.services.gateway.requests.call_grammars import Function, bound
+from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.text.grammar_process import GrammarSpec
 
-Family = Literal["hermes", "llama3", "mistral"]
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """Form of tool calls: from `marker` to `close` ("" = ends by itself); `named`: Mistral's with [ARGS]. `prompted`:
-    tools go into a system message. `marker_id`, `close_id`: the marks' own tokens."""
-
-    family: Family
-    marker: str
-    close: str = ""
-    named: bool = False
-    prompted: bool = False
-    marker_id: int | None = None
-    close_id: int | None = None
-    args_id: int | None = None
-
-    @property
-    def marker_ids(self) -> frozenset[int]:
-        """Tokens that must be readable in the text although they are special ones."""
-        return frozenset(each for each in (self.marker_id, self.close_id, self.args_id) if each is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A tool. `parameters`: the JSON schema of its arguments."""
-
-    name: str
-    parameters: dict[str, Any]
-
-
-def tool_format(template: str | None, token_id: Callable[[str], int | None]) -> ToolFormat | None:
-    """Return the form of tool calls in a chat template's source; `token_id` finds an added token. None if unknown."""
-    if template is None:
-        return None
-    if "tools" not in template:
-        return _with_ids(ToolFormat("hermes", "<tool_call>", "</tool_call>", prompted=True), token_id)
-    if "[TOOL_CALLS]" in template:
-        return _with_ids(ToolFormat("mistral", "[TOOL_CALLS]", named="[ARGS]" in template), token_id)
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return _with_ids(ToolFormat("hermes", "<tool_call>", "</tool_call>"), token_id)
-    if "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template):
-        return _with_ids(ToolFormat("llama3", "<|python_tag|>"), token_id)
-    return None
-
-
-def _with_ids(format_: ToolFormat, token_id: Callable[[str], int | None]) -> ToolFormat:
-    return ToolFormat(
-        format_.family,
-        format_.marker,
-        format_.close,
-        format_.named,
-        format_.prompted,
-        token_id(format_.marker),
-        token_id(format_.close) if format_.close else None,
-        token_id("[ARGS]") if format_.named else None,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of one request: `prompt` as the template gets them, `grammar_spec` the calls that the answer is bound
-    to."""
+    """Tools of one request: `prompt` as the template gets them, `schemas` those of their arguments by function,
+    `grammar_spec` the calls that the answer is bound to, or the form that it may have instead."""
 
-    format: ToolFormat
     prompt: tuple[dict[str, Any], ...]
     parallel: bool
+    schemas: Mapping[str, Mapping[str, Any]]
     grammar_spec: GrammarSpec | None
 
 
-def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
-    """Return the tools, or None if no call is to be read. Raises `RequestError`."""
+def tool_use(body: ChatBody, format_: AnswerFormat | None, answer: GrammarSpec | None = None) -> ToolUse | None:
+    """Return the tools, or None if no call is to be read. `answer`: the form of an answer without calls. Raises
+    `RequestError`."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -109,19 +55,19 @@ def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
         raise RequestError(f"tools: two functions are named {twice!r}.", param="tools")
     if choice == "none":
         return None
-    if format_ is None:
+    if format_ is None or not format_.reads_calls:
         raise RequestError(
             "tools: this model's chat template has calls of tools in a form that is not read here.", param="tools"
         )
     parallel = body.parallel_tool_calls is not False
     match choice:
         case None | "auto":
-            callable_: Sequence[Function] = ()
+            callable_ = functions if answer is not None else []
         case "required":
-            callable_ = functions
+            callable_, answer = functions, None
         case NamedToolChoice():
             callable_ = [function for function in functions if function.name == choice.function.name]
-            parallel = False
+            parallel, answer = False, None
             if not callable_:
                 raise RequestError(
                     f"tool_choice: there is no tool named {choice.function.name[:100]!r}.", param="tool_choice"
@@ -131,8 +77,72 @@ def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
                 f"tool_choice: {str(other)[:100]!r} is none of 'auto', 'required', 'none' and a function.",
                 param="tool_choice",
             )
-    wanted = GrammarSpec("lark", calls_grammar(format_, callable_, parallel=parallel), "tools") if callable_ else None
-    return ToolUse(format_, tuple(as_prompted(tool) for tool in tools), parallel, wanted)
+    wanted = bound_spec(format_, callable_, parallel=parallel, answer=answer) if callable_ else None
+    schemas = {function.name: function.parameters.get("properties") or {} for function in functions}
+    return ToolUse(tuple(as_prompted(tool) for tool in tools), parallel, schemas, wanted)
+
+
+def bound_spec(
+    format_: AnswerFormat, functions: Sequence[Function], *, parallel: bool, answer: GrammarSpec | None
+) -> GrammarSpec:
+    """Return the grammar of calls or of the answer's form. Raises `RequestError` for a form that cannot be joined."""
+    param = "tools" if answer is None else answer.param
+    try:
+        return GrammarSpec("lark", bound(format_, functions, parallel=parallel, answer=answer), param)
+    except ValueError as error:
+        raise RequestError(f"{param}: {error}.", param=param) from error
+
+
+def thinking_switch(on: bool) -> dict[str, Any]:
+    """Return the template's variables for reasoning at all: the names that templates know, which ignore all others."""
+    return {"enable_thinking": on, "thinking": on}
+
+
+def effort_switch(effort: str | None, format_: AnswerFormat | None) -> dict[str, Any]:
+    """Return the template's variables for a `reasoning_effort`."""
+    if effort is None:
+        return {}
+    known = effort if format_ is None else format_.efforts.get(effort, effort)
+    return {**thinking_switch(effort != "none"), "reasoning_effort": known}
+
+
+def for_template(messages: Sequence[dict[str, Any]], format_: AnswerFormat | None) -> list[dict[str, Any]]:
+    """Return messages with earlier reasoning and earlier calls' arguments as the template takes them."""
+    return [message if message["role"] != "assistant" else _own_turn(message, format_) for message in messages]
+
+
+def _own_turn(message: dict[str, Any], format_: AnswerFormat | None) -> dict[str, Any]:
+    reasoning = message.get("reasoning_content")
+    key = "reasoning_content" if format_ is None else format_.reasoning_key
+    if reasoning and key != "reasoning_content":
+        message = {name: value for name, value in message.items() if name != "reasoning_content"} | {key: reasoning}
+        if message.get("tool_calls") and message["content"]:  # its template takes one text before a call
+            message |= {key: f"{reasoning}\n{message['content']}", "content": ""}
+    if format_ is not None and format_.arguments_text and "tool_calls" in message:
+        message = {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+    return message
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def with_tools(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], format_: AnswerFormat | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages and the template's variables that have the tools in them."""
+    place = "variable" if format_ is None else format_.place
+    if place == "text" and format_ is not None and format_.body == "json":
+        return prompted(messages, tools, format_), {}
+    if place == "system" and tools:
+        head = messages[0] if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}
+        rest = messages[1:] if head is (messages[0] if messages else None) else messages
+        listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        return [{**head, "tools": listed}, *rest], {}
+    return list(messages), {"tools": list(tools)} if tools else {}
 
 
 def _function(index: int, tool: Tool) -> Function:
@@ -178,69 +188,42 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def calls_grammar(format_: ToolFormat, functions: Sequence[Function], *, parallel: bool) -> str:
-    """Return the Lark grammar for one call of these functions, or for one and more."""
-    marker, close = _mark(format_.marker, format_.marker_id), _mark(format_.close, format_.close_id)
-    key = "parameters" if format_.family == "llama3" else "arguments"
-    rules = []
-    for index, function in enumerate(functions):
-        if format_.named:
-            args = _mark("[ARGS]", format_.args_id)
-            rules.append(f"call{index}: {grammar.quoted(function.name)} {args} args{index}")
-        else:
-            head = grammar.quoted(f'{{"name": {json.dumps(function.name)}, "{key}": ')
-            rules.append(f'call{index}: {head} args{index} "}}"')
-        rules.append(f"args{index}: %json {json.dumps(_bounded(function.parameters))}")
-    one = "call: " + " | ".join(f"call{index}" for index in range(len(functions)))
-    match format_.family:
-        case "hermes":
-            lines = [_start("marked", " NEXT ", parallel), f"marked: {marker} NEXT call NEXT {close}", 'NEXT: "\\n"']
-        case "llama3":
-            lines = [_start("call", ' "; " ', parallel)]
-        case "mistral" if format_.named:
-            lines = [_start("marked", " ", parallel), f"marked: {marker} call"]
-        case "mistral":
-            lines = [f'start: {marker} "[" calls "]"', _start("call", ' ", " ', parallel, rule="calls")]
-    return "\n".join([*lines, one, *rules, ""])
-
-
-def _start(what: str, between: str, parallel: bool, rule: str = "start") -> str:
-    return f"{rule}: {what} ({between.strip()} {what})*" if parallel else f"{rule}: {what}"
-
-
-def _mark(text: str, token_id: int | None) -> str:
-    return f"<[{token_id}]>" if token_id is not None else grammar.quoted(text)
-
-
-def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    # As `grammar.of_json_schema` does it for a schema alone.
-    return {"x-guidance": {"whitespace_pattern": grammar.WHITE_SPACE}, **schema}
-
-
 _PROMPT = """\
 You may call one or more functions to assist with the user query. You are given function signatures within \
 <tools></tools> tags:
 <tools>
 {tools}
 </tools>
-For each function call return a JSON object with function name and arguments within <tool_call></tool_call> tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+"""
+_SAMPLE = '{{"name": <function-name>, "{key}": <args-json-object>}}'
+_HOW = (
+    "For each function call return a JSON object with function name and arguments within {begin}{end} tags:\n{sample}"
+)
+_HOW_BARE = "To call a function, answer with nothing but a JSON object with its name and arguments:\n{sample}"
 
 
-def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def prompted(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], format_: AnswerFormat
+) -> list[dict[str, Any]]:
     """Write tools into the system message, calls and results into the text, for a template without tools."""
-    spelled = [_spelled(message) for message in messages]
+    spelled = [_spelled(message, format_) for message in messages]
     if not tools:
         return spelled
-    prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    sample = _around(format_, _SAMPLE.format(key=format_.key))
+    how = (_HOW_BARE if format_.bare else _HOW).format(begin=format_.call.begin, end=format_.call.end, sample=sample)
+    prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)) + how
     if spelled and spelled[0]["role"] == "system":
         return [{**spelled[0], "content": f"{spelled[0]['content']}\n\n{prompt}"}, *spelled[1:]]
     return [{"role": "system", "content": prompt}, *spelled]
 
 
-def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
+def _around(format_: AnswerFormat, call: str) -> str:
+    if format_.bare:
+        return call
+    return f"{format_.call.begin}{format_.pad}{call}{format_.pad}{format_.call.end}"
+
+
+def _spelled(message: Mapping[str, Any], format_: AnswerFormat) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls")
@@ -249,7 +232,7 @@ def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
     texts = [message["content"]] if message["content"] else []
     for call in calls:
         function = call["function"]
-        body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-        texts.append(f"<tool_call>\n{body}\n</tool_call>")
+        body = json.dumps({"name": function["name"], format_.key: function["arguments"]}, ensure_ascii=False)
+        texts.append(_around(format_, body))
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}

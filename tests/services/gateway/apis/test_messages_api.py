@@ -347,7 +347,9 @@ def write(*pieces: Piece, finish: FinishReason = FinishReason.STOP) -> tuple[lis
 
 
 def piece(text: str = "", *calls: CallDelta) -> Piece:
-    return Piece(text, (), stopped=False, calls=calls, called=bool(calls))
+    begun = [call for call in calls if not call.id]  # more of a call comes before any text behind it
+    parts = [*begun, *([text] if text else []), *(call for call in calls if call.id)]
+    return Piece(text, (), stopped=False, parts=parts, called=bool(calls))
 
 
 def test_an_answer_without_a_word_has_no_blocks() -> None:

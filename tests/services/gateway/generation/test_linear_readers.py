@@ -19,20 +19,20 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.messages_api_events import MessageWriter
 from cohort.services.gateway.generation.answer_parts import CallDelta, whole_calls
+from cohort.services.gateway.generation.answer_reader import AnswerReader
 from cohort.services.gateway.generation.answering import Answering
 from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, StopAutomaton, StopStrings
 from cohort.services.gateway.generation.openai_shapes import ChatScores, CompletionScores, CompletionShape
-from cohort.services.gateway.generation.tool_calls import ToolParser
-from cohort.services.gateway.requests.tools import ToolFormat
+from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
 from tests.counting import Looks, bytes_allocated
 from tests.services.gateway import tiny_model
+from tests.services.gateway.generation.family_answers import row_of
 from tests.services.gateway.generation.test_responses_writing import writer as response_writer
 
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>")
-LLAMA = ToolFormat("llama3", "<|python_tag|>")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]")
-NAMED = ToolFormat("mistral", "[TOOL_CALLS]", named=True)
+HERMES, LLAMA, MISTRAL, NAMED, CODER, HARMONY, KIMI = (
+    row_of(name) for name in ("hermes", "llama-3", "mistral", "mistral-args", "qwen3-coder", "gpt-oss", "kimi-k2")
+)
 BEGUN, HELD = '{"name": "f", "arguments": {"x": "', '{"arguments": {"x": "'  # the name comes after the arguments
 SCORE = ScoredToken(1, TokenLogprob(-1.0, [1], [-1.0]), 0)
 
@@ -41,19 +41,31 @@ Make = Callable[[Looks], tuple[Feed, Callable[[], object]]]
 """A reader's `feed`, and what is called at the end."""
 
 
-def parser(format_: ToolFormat) -> Make:
+def parser(format_: AnswerFormat) -> Make:
     def make(_: Looks) -> tuple[Feed, Callable[[], object]]:
-        made = ToolParser(format_, parallel=True)
+        made = AnswerReader(format_, calls=True)
         return made.feed, made.finish
 
     return make
 
 
+class OneScore:
+    """A choice whose every token has a score."""
+
+    text = ""
+
+    def feed(self, tokens: Any, _: Any, finish: Any) -> Piece:
+        return Piece(self.text if tokens else "", [SCORE], stopped=False)
+
+
 def scored(_: Looks) -> tuple[Feed, Callable[[], object]]:
-    answering: Any = SimpleNamespace(tool_parsers=[ToolParser(HERMES, parallel=True)], _unsent={})
+    answering: Any = SimpleNamespace(
+        readers=[AnswerReader(HERMES, calls=True)], choices=[OneScore()], _unsent={}, reasoning_tokens={}
+    )
 
     def feed(text: str, finish: FinishReason | None = None) -> object:
-        return Answering._read_calls(answering, 0, Piece(text, [SCORE], stopped=False), finish)
+        answering.choices[0].text = text
+        return Answering._read(answering, 0, [] if finish else [1], [], finish)
 
     return feed, lambda: feed("", FinishReason.STOP)
 
@@ -73,7 +85,7 @@ def stops(*strings: str) -> Make:
 
 def response(_: Looks, *, calls: bool) -> tuple[Feed, Callable[[], object]]:
     made = response_writer()
-    list(made.take(Piece("", (), stopped=False, calls=[CallDelta(0, "c", "f")] if calls else ())))
+    list(made.take(Piece("", (), stopped=False, parts=[CallDelta(0, "c", "f")] if calls else ())))
     return lambda text: encoded(made.take(piece(text, calls=calls), b"{}")), lambda: encoded(
         made.close(FinishReason.STOP)
     )
@@ -81,7 +93,7 @@ def response(_: Looks, *, calls: bool) -> tuple[Feed, Callable[[], object]]:
 
 def message(_: Looks, *, calls: bool) -> tuple[Feed, Callable[[], object]]:
     made = MessageWriter("m", "tiny")
-    list(made.take(Piece("", (), stopped=False, calls=[CallDelta(0, "c", "f")] if calls else ())))
+    list(made.take(Piece("", (), stopped=False, parts=[CallDelta(0, "c", "f")] if calls else ())))
     return lambda text: encoded(made.take(piece(text, calls=calls))), lambda: encoded(made._close())
 
 
@@ -155,6 +167,13 @@ READERS: dict[str, tuple[Make, str, str]] = {
     "mistral: white space": (parser(MISTRAL), "[TOOL_CALLS]", "  [ "),
     "mistral: named": (parser(NAMED), '[TOOL_CALLS]f[ARGS]{"x": "', "x{}]"),
     "mistral: no name": (parser(NAMED), "[TOOL_CALLS]?{", "x{}{"),
+    "reasoning": (parser(HERMES), "<think>", "a </th"),
+    "reasoning: white space": (parser(HERMES), "<think>a", " \n"),
+    "coder: a text": (parser(CODER), "<tool_call><function=f><parameter=x>", 'a"</par'),
+    "coder: arguments": (parser(CODER), "<tool_call><function=f>", "<parameter=x>1</parameter>"),
+    "harmony: messages": (parser(HARMONY), "", "<|channel|>final<|message|>a<|end|>"),
+    "harmony: arguments": (parser(HARMONY), "<|channel|>x to=f<|message|>", "a<|e"),
+    "kimi: heads": (parser(KIMI), "", "<|tool_call_begin|>?"),
     "log-probabilities of a held call": (scored, f"<tool_call>{HELD}", "abcd"),
     "whole calls": (whole, "", "abcd"),
     "stop strings: held": (stops("ab" * 60 + "c", "b" * 100), "", "abab"),

@@ -67,7 +67,9 @@ def builtins(value: Any) -> Any:
 
 
 def piece(text: str = "", *calls: CallDelta) -> Piece:
-    return Piece(text, (), stopped=False, calls=calls, called=bool(calls))
+    begun = [call for call in calls if not call.id]  # more of a call comes before any text behind it
+    parts = [*begun, *([text] if text else []), *(call for call in calls if call.id)]
+    return Piece(text, (), stopped=False, parts=parts, called=bool(calls))
 
 
 def output(writer: ResponseWriter, finish: FinishReason = FinishReason.STOP) -> Any:

@@ -15,15 +15,17 @@ from cohort.common.types import Slo
 from cohort.services.gateway.http.bodies import ChatBody, CompletionBody
 from cohort.services.gateway.http.error_shapes import error_body
 from cohort.services.gateway.http.sse import _encode
+from cohort.services.gateway.requests.formats import AnswerFormat, answer_format
 from cohort.services.gateway.requests.model_card import ModelCard, SamplingDefaults
 from cohort.services.gateway.requests.parsing import Call, parse_chat, parse_completion
-from cohort.services.gateway.requests.tools import ToolFormat
 from tests.examples import examples
 
 CONFIG = GatewayConfig(max_waiting_requests=4)
 CARD = ModelCard("tiny", Path("/models/tiny"), 100, 50, (2,))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "Hi"}]
+HERMES = answer_format("{{ tools }}<tool_call>", {}.get)
+HARMONY = answer_format("{{ tools }}<|channel|><|message|>", {}.get)
 
 
 def completion(headers: dict[str, str] | None = None, **body: Any) -> Call:
@@ -269,7 +271,6 @@ def test_completions_refuse(body: dict[str, Any], param: str) -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"echo": True}, "echo"),
     ],
@@ -460,7 +461,7 @@ def test_what_binds_an_answer_has_many_names(parse: Any, body: dict[str, Any], k
     assert (wanted.kind, wanted.content) == (kind, content)
 
 
-def tools_chat(format_: ToolFormat = ToolFormat("hermes", "<tool_call>", "</tool_call>"), **body: Any) -> Call:  # noqa: B008
+def tools_chat(format_: AnswerFormat | None = HERMES, **body: Any) -> Call:
     data = json.dumps({"messages": HI, "tools": [TOOL], **body}).encode()
     return parse_chat(data, {}, CONFIG, CARD, format_)
 
@@ -477,8 +478,44 @@ def test_tools_reach_the_template_and_bind_only_what_must_call() -> None:
         )
     for choice in ("sometimes", {"type": "function", "function": {"name": "g"}}):
         assert refusal(tools_chat, tool_choice=choice) == (400, "tool_choice")
-    assert refusal(tools_chat, response_format={"type": "json_object"}) == (400, "response_format")
+    assert refusal(tools_chat, guided_grammar="start: /x/") == (400, "guided_grammar")
     assert refusal(tools_chat, tool_choice="required", ignore_eos=True) == (400, "ignore_eos")
+
+
+def test_a_form_beside_tools_binds_the_answer_that_calls_none() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}
+    both = tools_chat(response_format=form).grammar_spec
+    assert both is not None and (both.kind, both.param) == ("lark", "response_format.json_schema.schema")
+    assert both.content.startswith("start: calls | answer\n") and '"const": 7' in both.content
+    must = tools_chat(response_format=form, tool_choice="required").grammar_spec
+    assert must is not None and must.param == "tools" and "answer" not in must.content
+    alone = tools_chat(response_format=form, tool_choice="none").grammar_spec
+    assert alone is not None and alone.kind == "json_schema"
+    in_channel = tools_chat(HARMONY, response_format=form, tool_choice="none").grammar_spec
+    assert in_channel is not None and '"<|channel|>final<|message|>" answer' in in_channel.content
+
+
+def test_reasoning_is_switched_by_what_templates_know() -> None:
+    assert not tools_chat().template_variables.keys() & {"enable_thinking", "thinking", "reasoning_effort"}
+    off = tools_chat(reasoning_effort="none").template_variables
+    assert (off["enable_thinking"], off["thinking"], off["reasoning_effort"]) == (False, False, "none")
+    high = tools_chat(reasoning_effort="high", chat_template_kwargs={"thinking": "mine"}).template_variables
+    assert (high["enable_thinking"], high["thinking"], high["reasoning_effort"]) == (True, "mine", "high")
+    assert tools_chat(HARMONY, reasoning_effort="minimal").template_variables["reasoning_effort"] == "low"
+
+
+def test_earlier_reasoning_reaches_the_template_under_its_own_key() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [*HI, {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]}]
+    assert tools_chat(messages=said).messages[1]["reasoning_content"] == "Hm."
+    of_harmony = tools_chat(HARMONY, messages=said).messages[1]
+    assert (of_harmony["thinking"], of_harmony["content"]) == ("Hm.\nI look.", "")
+    assert "reasoning_content" not in of_harmony
+    deepseek = answer_format("{{ tools }}<｜tool▁calls▁begin｜>", {}.get)
+    function = tools_chat(deepseek, messages=said).messages[1]["tool_calls"][0]["function"]
+    assert function == {"name": "f", "arguments": '{"x": 1}'}
+    wrong = [*HI, {"role": "assistant", "content": "", "reasoning_content": 1}]
+    assert refusal(tools_chat, messages=wrong) == (400, "messages[1].reasoning_content")
 
 
 def test_messages_of_calls_and_results_are_read() -> None:

@@ -111,6 +111,7 @@ RESPONSE: dict[str, Any] = {
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
         {"type": "function_call", "id": "f", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"},
         {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}], "encrypted_content": "x"},
         {"role": "user", "content": "So?"},
     ],
     "instructions": "Be brief.",
@@ -151,7 +152,13 @@ MESSAGES: dict[str, Any] = {
     "max_tokens": 3,
     "messages": [
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+            ],
+        },
         {
             "role": "user",
             "content": [

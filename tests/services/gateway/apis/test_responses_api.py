@@ -222,7 +222,7 @@ async def test_a_failure_in_mid_stream_is_told(open_site: OpenSite, monkeypatch:
         ({"max_output_tokens": 10_000}, "input"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"effort": 7}}, "reasoning.effort"),
         ({"truncation": "last"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
         ({"include": ["file_search_call.results"]}, "include[0]"),

@@ -37,6 +37,7 @@ class Read:
     token: str = ""
     last: str = ""
     texts: dict[int, str] = field(default_factory=dict)
+    reasoning: dict[int, str] = field(default_factory=dict)
     scores: dict[int, list[Any]] = field(default_factory=dict)
     calls: dict[tuple[int, int], dict[str, str]] = field(default_factory=dict)
     finish: dict[int, str] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class Read:
             index = choice["index"]
             text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             self.texts[index] = self.texts.get(index, "") + text
+            if thought := choice.get("delta", {}).get("reasoning_content"):
+                self.reasoning[index] = self.reasoning.get(index, "") + thought
             for delta in choice.get("delta", {}).get("tool_calls", []):
                 place = (index, delta["index"])
                 assert ("id" in delta) == (place not in self.calls), "a call begins once"

@@ -155,7 +155,7 @@ async def whole(site: Site, path: str, body: Any, **headers: str) -> Read:
 
 def same(ours: Read, theirs: Read) -> None:
     assert ours.done and not ours.errors
-    assert ours.texts == theirs.texts
+    assert (ours.texts, ours.reasoning) == (theirs.texts, theirs.reasoning)
     assert ours.finish == theirs.finish
     assert ours.scores == theirs.scores
     assert {place: (call["name"], call["arguments"]) for place, call in ours.calls.items()} == {

@@ -305,7 +305,7 @@ class Generator:
         # A prompt is decoded once: its choices share the string.
         echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
         stops = StopAutomaton(call.stop_strings)
-        readers = self._readers(call, requests, stable_id(base_id, repr(created_s)))
+        readers = self._readers(call, requests, base_id, created_s)
         unskipped = self._mark_ids(call) if readers else frozenset()
         shape: Shape = self.chat if call.chat else self.completion
         return Answering(
@@ -350,14 +350,15 @@ class Generator:
         assert format_ is not None, "there is a reader only for a known form of answers"
         return format_.reasoning_mark_ids if call.tools is None else format_.call_mark_ids
 
-    def _readers(self, call: Call, requests: Sequence[Request], ids: str) -> list[AnswerReader]:
+    def _readers(self, call: Call, requests: Sequence[Request], base_id: str, created_s: float) -> list[AnswerReader]:
         """Return a reader for each choice; none where an answer can be nothing but content."""
         format_, tools = self.served.tool_format, call.tools
-        if not call.chat or format_ is None or (tools is None and not format_.reasons):
+        if not call.chat or format_ is None or not (tools or format_.reasoning or format_.body == "channels"):
             return []
         reasoning = format_.reasoning_at(self._end_of(requests[0].tokens[: requests[0].prompt_tokens]))
         if tools is None and reasoning == "ended":
             return []
+        ids = stable_id(base_id, repr(created_s))
         return [
             AnswerReader(
                 format_,

@@ -104,11 +104,6 @@ class AnswerFormat:
         texts = CHANNELS if self.body == "channels" else (*self._reasoning_texts(), *self.dropped)
         return frozenset(self.ids[text] for text in texts if text in self.ids)
 
-    @property
-    def reasons(self) -> bool:
-        """Whether answers may have reasoning apart."""
-        return bool(self.reasoning) or self.body == "channels"
-
     def reasoning_at(self, prompt_end: str) -> Literal["", "begun", "ended"]:
         """Return whether a prompt ends where reasoning has begun, or has ended."""
         text = prompt_end.rstrip()

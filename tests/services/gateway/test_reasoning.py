@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from tests.services.gateway.cluster import Gate
-from tests.services.gateway.conftest import OpenSite, Site
+from tests.services.gateway.conftest import OpenSite, Site, eventually
 from tests.services.gateway.named_events import named_stream
 from tests.services.gateway.resume.test_resumption import CHAT as BODY
 from tests.services.gateway.resume.test_resumption import STEP_S, Read, copied, reading, rest, same, some, whole
@@ -187,3 +188,19 @@ async def test_a_stream_goes_on_within_reasoning(
             await some(first, part, seen, CHAT, body)
             await rest(first, part)
             same(part, undisturbed)
+
+
+async def test_a_stream_goes_on_when_its_worker_dies_within_reasoning(open_site: OpenSite, thinking: Path) -> None:
+    body = {"messages": HI, "tools": TOOLS, "max_tokens": 400}
+    async with open_site(f"<think>{THOUGHT}</think>\n{CALLS}", model=thinking, step_s=0.01) as site:
+        site.manager.add_worker("worker-1")
+        stream = asyncio.create_task(site.stream(CHAT, body))
+        await eventually(lambda: any(len(entry.output) > 3 for entry in site.gateway.streams.ledger.entries()))
+        site.manager.lose(site.manager.workers[0].kill() or site.manager.workers[1].kill(), "it is dead")
+        events = await stream
+        assert events[-2]["cohort"]["requests"][0]["attempts"] == 2
+        deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == THOUGHT
+        assert "".join(delta.get("content", "") for delta in deltas) == "Sure."
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call["function"]["name"] for call in calls if "id" in call] == ["weather", "clock"]

@@ -54,9 +54,9 @@ def test_an_option_overrides_it() -> None:
 def test_reasoning_needs_its_mark_in_the_template_or_the_tokenizer() -> None:
     for template, ids in ((f"{T}<tool_call>", {"</think>": 8}), (f"{T}<tool_call></think>", {})):
         found = answer_format(template, ids.get)
-        assert found is not None and found.reasoning == (Marks("<think>", "</think>"),) and found.reasons
+        assert found is not None and found.reasoning == (Marks("<think>", "</think>"),)
     found = answer_format(f"{T}<tool_call>", {}.get)
-    assert found is not None and not found.reasons and answer_format(f"{T}<|tool_call|>", {}.get).dropped == ()  # type: ignore[union-attr]
+    assert found is not None and not found.reasoning and answer_format(f"{T}<|tool_call|>", {}.get).dropped == ()  # type: ignore[union-attr]
 
 
 def test_special_marks_stay_in_the_text() -> None:

@@ -26,7 +26,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """Reasoning. `signature`: what clients want with a block to send it back; nothing is checked by it."""
+    """Block of reasoning. `signature`: what clients want with a block to send it back; nothing is checked by it."""
 
     thinking: str
     signature: str

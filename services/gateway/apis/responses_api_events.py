@@ -59,7 +59,7 @@ class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasonin
 
 
 class OutputReasoning(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
-    """Reasoning as the model wrote it; a summary is never made."""
+    """Item of reasoning, as the model wrote it; a summary is never made."""
 
     id: str
     summary: list[Any]

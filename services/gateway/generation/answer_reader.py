@@ -51,7 +51,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _Kind = type[str] | type[Reasoning] | type[CallDelta]
 Reading = Generator[None, str, None]
 Schemas = Mapping[str, Mapping[str, Any]]
-"""By function the schemas of its arguments, whose types say how a tagged value is read."""
+"""Schemas of arguments by function, whose types say how a tagged value is read."""
 
 
 class AnswerReader:

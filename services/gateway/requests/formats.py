@@ -19,7 +19,7 @@ Body = Literal["json", "named", "tags", "channels", "none"]
 """Form of a call: a JSON object with name and arguments, or a list of them; a name before its arguments' JSON; a name
 before tags around each argument; a message of a channel. none: calls are not read."""
 Place = Literal["variable", "system", "text"]
-"""Where tools go: the template's variable; the key `tools` of the system message; the text of that message."""
+"""Place of the tools: the template's variable; the key `tools` of the system message; the text of that message."""
 NAME = r"[A-Za-z0-9_.-]{1,256}"
 """Function's name in a pattern of `AnswerFormat.head`."""
 
@@ -51,19 +51,19 @@ class AnswerFormat:
     """Texts that its chat template has, all of them."""
     body: Body
     call: Marks = Marks()
-    """Around a call, or around a list of them. Without an end it ends by itself."""
+    """Marks around a call, or around a list of them. Without an end it ends by itself."""
     section: Marks = Marks()
-    """Around all calls."""
+    """Marks around all calls."""
     between: str = ""
-    """Between two calls."""
+    """Text between two calls."""
     head: str = ""
     """Pattern of what precedes named arguments: group `name`, and `id` where the model writes one."""
     written: Marks = Marks()
-    """Around a name before its arguments; `{index}` is the call's number."""
+    """Texts around a name before its arguments; `{index}` is the call's number."""
     tail: str = ""
-    """After named arguments, before the call's end."""
+    """Text after named arguments, before the call's end."""
     pad: str = ""
-    """Between the marks of a call and its object."""
+    """Text between the marks of a call and its object."""
     listed: bool = False
     """Whether several calls are written as one list."""
     key: str = "arguments"

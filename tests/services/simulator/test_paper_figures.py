@@ -122,11 +122,3 @@ def test_a_batch_of_alignedserve_is_as_small_as_the_paper_has_it_however_many_ro
     capacity = WorkerCapacity(Role.DECODE, "m", 1000, 1, 1, 1, 1, 16, 1000, 0, config.engine.max_rows, 8192)
     thresholds = Thresholds(settings_of(config, AlignedServeSettings))
     assert capacity.max_rows > 256 and thresholds.min_requests(capacity) == 36
-
-
-@pytest.mark.parametrize(
-    ("data", "printed_s"), [("longbench", 2.54), pytest.param("sharegpt", 1.49, marks=another_of_its_kind())]
-)
-def test_alignedserve_is_offered_what_makes_its_requests_wait_about_as_printed(data: str, printed_s: float) -> None:
-    second_ms = alignedserve._Run(data).report(Lab(0)).overall.second_ms
-    assert second_ms is not None and 1 / 4 < second_ms.mean / 1e3 / printed_s < 4

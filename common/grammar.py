@@ -18,6 +18,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from cohort.common import json_schemas
 from cohort.common.errors import CohortError, ModelError
 
 Words = npt.NDArray[np.int32]
@@ -45,6 +46,11 @@ MASKS = 8
 WHITE_SPACE = r"[ \t\r\n]{1,32}"
 """White space between the parts of JSON."""
 _WORD_BITS = 32
+_SENTENCES = {
+    "oneOf constraints are not supported": "oneOf: its branches cannot be told apart; give each an own value of a "
+    "required property (const), or use anyOf"
+}
+"""Messages of the library that a client could not act on, by what they contain."""
 _MESSAGE_CHARACTERS = 500
 
 
@@ -159,18 +165,24 @@ class GrammarTokens:
 def plain_message(text: str) -> str:
     """Return the library's message in one line of bounded length, without the state that it adds."""
     line = " ".join(text.partition("<state>")[0].replace("<non-verbose/>", "").split())
+    line = next((sentence for mark, sentence in _SENTENCES.items() if mark in line), line)
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}…"
 
 
 # -- The texts of grammars ---------------------------------------------------------------------------------------
 
 
-def of_json_schema(schema: dict[str, Any] | bool) -> str:
-    """Return the grammar of JSON of this schema; {} is any JSON. White space between its parts is bounded unless the
-    schema has `x-guidance`: a small model would repeat it until its tokens are used up."""
+def of_json_schema(schema: dict[str, Any] | bool, *, closes: bool = True) -> str:
+    """Return the grammar of JSON of this schema; {} is any JSON. Its objects close if `closes` (`json_schemas.py`)."""
     if not isinstance(schema, bool):
-        schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}
+        schema = with_white_space(json_schemas.ending(schema, closes=closes))
     return json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"))
+
+
+def with_white_space(schema: dict[str, Any]) -> dict[str, Any]:
+    """Bound white space between the parts of JSON unless the schema has `x-guidance`: a small model would repeat it
+    until its tokens are used up."""
+    return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}
 
 
 def of_regex(pattern: str) -> str:

@@ -28,9 +28,13 @@ class ModelError(CohortError):
     """A model folder cannot be served; the message says what is missing or unsupported."""
 
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code of a request beyond the model's context, which clients match on."""
+
+
 class RequestError(CohortError):
-    """A request that must be answered with an HTTP error. `status` is the HTTP status, `type_` and `param` fill the
-    error body that clients parse."""
+    """A request that must be answered with an HTTP error. `status` is the HTTP status; `type_`, `param` and `code`,
+    OpenAI's name of the error where it has one, fill the error body that clients parse."""
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class RequestError(CohortError):
         status: int = 400,
         type_: str = "invalid_request_error",
         param: str | None = None,
+        code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
@@ -46,6 +51,7 @@ class RequestError(CohortError):
         self.status = status
         self.type_ = type_
         self.param = param
+        self.code = code
         self.retry_after_s = retry_after_s
 
     def __repr__(self) -> str:

@@ -27,6 +27,9 @@ class GatewayConfig(Section, frozen=True):
     default_class: Literal["rt", "be"] = "rt"  # of a request that names none: rt = real-time, be = best-effort
     rt_ttft_slo_s: Seconds = 2.0  # TTFT target of a real-time request that names none
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
+    # a field of a body that nobody knows, as other servers' are: warn = the request is answered without it, and the
+    # answer's header x-cohort-ignored-fields names it; refuse = 400
+    unknown_fields: Literal["warn", "refuse"] = "warn"
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
     # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on loopback

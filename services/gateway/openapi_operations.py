@@ -232,10 +232,14 @@ OPERATIONS: tuple[Operation, ...] = (
         "getResponse",
         "get",
         _one,
-        "A response that is kept.",
+        "A response that is kept, or made in the background; a stream of its events with `stream`.",
         answer=ResponseObject,
-        errors=_ITEM,
-        parameters=(_flag("stream", {"enum": [False]}),),
+        events=get_args(ResponsesEvent),
+        errors=(*_ITEM, 410, 429),
+        parameters=(
+            _flag("stream", {"enum": [False, True]}),
+            _flag("starting_after", {"type": "integer", "minimum": 0}),
+        ),
     ),
     Operation("deleteResponse", "delete", _one, "Delete it.", answer=DeletedResponse, errors=_ITEM),
     Operation(
@@ -251,8 +255,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "cancelResponse",
         "post",
         f"{_one}/cancel",
-        "Refused: a response that is kept has ended.",
-        success=0,
+        "End a response in the background.",
+        answer=ResponseObject,
         errors=_ITEM,
     ),
     Operation(

@@ -167,6 +167,7 @@ class Gateway:
                 self._slow_readers.middleware(),
                 *traces,
                 answer_everything(self._context.log),
+                self.generator.ignored_fields.middleware(),
                 refuse_foreign_pages(guard),
                 require_key(self._keyring),
                 *limits,
@@ -178,6 +179,7 @@ class Gateway:
         if self._keyring.required:
             application.on_response_prepare.append(self._tenants.name_limits)
         application.on_response_prepare.append(self._handover.end_connection)
+        application.on_response_prepare.append(self.generator.ignored_fields.name)
         pages = ApiPages(keys=self._keyring.required, model=self._card.name)
         apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
         for part in (*apis, self._probes, self._front, self._chat, pages):

@@ -72,7 +72,7 @@ class MessagesApi:
 
         def read(data: bytes) -> Call:
             refuse_shape(data, parser.config, chat=True)
-            return parser.chat_call(chat_of(decode(decoder, data)), headers)
+            return parser.chat_call(chat_of(decode(decoder, data, parser.config)), headers)
 
         return await parser.read(data, read)
 

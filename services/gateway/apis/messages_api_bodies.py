@@ -28,7 +28,9 @@ from cohort.services.gateway.http.bodies import (
     StopString,
     Tool,
 )
+from cohort.services.gateway.http.ignored_fields import note
 from cohort.services.gateway.http.service_headers import printable
+from cohort.services.gateway.requests.parsing import no_text
 from cohort.services.gateway.requests.tools import thinking_switch
 
 NAMES = (
@@ -39,10 +41,24 @@ NAMES = (
     (r"stop", "stop_sequences"),
     (r"max_completion_tokens", "max_tokens"),
     (r"n", "max_tokens"),
+    (r"continue_final_message", "messages"),
 )
 """Patterns for `error_shapes.renamed`."""
 ERROR_MARK = "Error: "
 """Prefix of a failed tool's result: chat templates have no other place for `is_error`."""
+
+_CALL, _TOOL_USE = "call_", "toolu_"
+
+
+def tool_use_id(call_id: str) -> str:
+    """Return a call's id as Anthropic's clients expect it."""
+    return _TOOL_USE + call_id.removeprefix(_CALL)
+
+
+def own_id(tool_use_id: str) -> str:
+    """Return a call's id without Anthropic's mark: templates that print ids may want a certain length."""
+    return tool_use_id.removeprefix(_TOOL_USE)
+
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -72,7 +88,7 @@ class InputMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool of the client's own. `strict` is tolerated: where calls are bound, they always keep to their schema."""
+    """A tool of the client's own; `strict` as in a chat completion."""
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -121,8 +137,9 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     output_config: OutputConfig | None = None
     # Tolerated: prefixes are cached without being asked for.
     cache_control: Any = None
-    # Honoured where the chat template has a switch.
+    # Honoured where the chat template has a switch, else named in the answer's header.
     thinking: Thinking | None = None
+    context_management: Any = None
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +161,6 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fi
     # Refused unless they ask for nothing.
     container: Any = None
     mcp_servers: list[Any] | None = None
-    context_management: Any = None
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
@@ -158,6 +174,7 @@ def chat_of(body: CountTokensBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
+        continue_final_message=body.messages[-1].role == "assistant",
         reasoning_effort=config.effort,
         chat_template_kwargs=None if body.thinking is None else thinking_switch(body.thinking.type != "disabled"),
         tools=[_tool(index, tool) for index, tool in enumerate(body.tools or [])] or None,
@@ -178,16 +195,19 @@ def chat_of(body: CountTokensBody) -> ChatBody:
     )
 
 
+def switches_of(body: CountTokensBody) -> list[str]:
+    """Return the fields that ask for reasoning."""
+    found = [] if body.thinking is None or body.thinking.type == "disabled" else ["thinking"]
+    return [*found, "output_config.effort"] if body.output_config is not None and body.output_config.effort else found
+
+
 def _refuse_unsupported(body: CountTokensBody) -> None:
+    if body.context_management:
+        note("context_management")
     if isinstance(body, MessagesBody):
-        for name in ("container", "mcp_servers", "context_management"):
+        for name in ("container", "mcp_servers"):
             if getattr(body, name):
                 raise _refused(name, "not supported")
-    if body.messages[-1].role == "assistant":
-        raise _refused(
-            f"messages[{len(body.messages) - 1}]",
-            "the last message is the assistant's own, and an answer that continues it is not supported",
-        )
 
 
 def _system(system: str | list[InputBlock] | None) -> list[dict[str, Any]]:
@@ -227,7 +247,7 @@ def _user(placed: Sequence[tuple[InputBlock, str]]) -> Iterator[dict[str, Any]]:
                 raise RequestError(f"{where}.tool_use_id is missing.", param=f"{where}.tool_use_id")
             content = _texts(block.content or "", f"{where}.content")
             mark = ERROR_MARK if block.is_error else ""
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": mark + content}
+            yield {"role": "tool", "tool_call_id": own_id(block.tool_use_id), "content": mark + content}
 
 
 def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
@@ -244,9 +264,8 @@ def _assistant(placed: Sequence[tuple[InputBlock, str]]) -> dict[str, Any]:
         if not block.id or not block.name:
             missing = "name" if block.id else "id"
             raise RequestError(f"{where}.{missing} is missing.", param=f"{where}.{missing}")
-        calls.append(
-            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
-        )
+        function = {"name": block.name, "arguments": block.input or {}}
+        calls.append({"id": own_id(block.id), "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
@@ -260,6 +279,8 @@ def _texts(content: str | list[InputBlock], where: str) -> str:
 
 
 def _text(block: InputBlock, where: str) -> str:
+    if block.type in ("image", "document"):
+        raise no_text(where, block.type)
     if block.type != "text":
         raise RequestError(
             f"{where}: a block of type {printable(block.type)!r} is not read here; text, and tool_use and tool_result "
@@ -278,7 +299,7 @@ def _tool(index: int, tool: MessagesTool) -> Tool:
         raise _refused(f"tools[{index}].type", f"{printable(tool.type)!r} is not served here; only your own tools are")
     if tool.input_schema is None:
         raise RequestError(f"tools[{index}].input_schema is missing.", param=f"tools[{index}].input_schema")
-    return Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema))
+    return Tool("function", FunctionTool(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 def _choice(choice: MessagesToolChoice | None) -> str | NamedToolChoice | None:
@@ -288,7 +309,7 @@ def _choice(choice: MessagesToolChoice | None) -> str | NamedToolChoice | None:
         return "required" if choice.type == "any" else choice.type
     if not choice.name:
         raise RequestError("tool_choice.name is missing.", param="tool_choice.name")
-    return NamedToolChoice("function", NamedFunction(choice.name))
+    return NamedToolChoice(NamedFunction(choice.name))
 
 
 def _refused(param: str, reason: str) -> RequestError:

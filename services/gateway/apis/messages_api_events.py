@@ -16,6 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cohort.common.types import FinishReason
+from cohort.services.gateway.apis.messages_api_bodies import tool_use_id
 from cohort.services.gateway.generation.answer_parts import CallDelta, Reasoning, stable_id
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import Extras, Usage
@@ -209,7 +210,8 @@ class MessageWriter:
 
     def _argument_events(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
-            yield from self._open(_Call(call.id, call.name, []), ToolUseBlock(call.id, call.name, {}))
+            shown = tool_use_id(call.id)
+            yield from self._open(_Call(shown, call.name, []), ToolUseBlock(shown, call.name, {}))
         last = self._blocks[-1]
         assert isinstance(last, _Call), "a call's arguments end before any text behind it"
         if call.arguments:

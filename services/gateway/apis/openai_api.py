@@ -51,7 +51,8 @@ class OpenAiApi:
     async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
         """Answer a batch's line as if posted: best effort, after all online requests. Raises `RequestError`."""
         generator = self._generator
-        api_request = await (self._chats if chat else self._completions).read(Body(data, caller), _BATCH_HEADERS)
+        with generator.ignored_fields.noted():
+            api_request = await (self._chats if chat else self._completions).read(Body(data, caller), _BATCH_HEADERS)
         if api_request.call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
         answering = await generator.begin(dataclasses.replace(api_request.call, online=False), len(data), caller)

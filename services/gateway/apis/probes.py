@@ -111,6 +111,7 @@ class Probes:
                 f"The model `{printable(name)}` does not exist; this server serves {self._card.listed}.",
                 status=404,
                 param="model",
+                code="model_not_found",
             )
         return _json(self._model(self._card.adapter_of(name)))
 

@@ -25,7 +25,13 @@ from cohort.services.gateway.apis.responses_api_bodies import (
     items_of,
     without_oldest,
 )
-from cohort.services.gateway.apis.responses_api_events import Event, ResponseObject, ResponseWriter, pending_response
+from cohort.services.gateway.apis.responses_api_events import (
+    Event,
+    ResponseObject,
+    ResponseWriter,
+    failed_response,
+    pending_response,
+)
 from cohort.services.gateway.apis.responses_api_store import StoredResponse
 from cohort.services.gateway.apis.responses_archive import ResponseArchive
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
@@ -33,9 +39,10 @@ from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import StreamKind
 from cohort.services.gateway.generation.generator import ApiRequest, Body, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
+from cohort.services.gateway.generation.tool_calls import stable_id
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
-from cohort.services.gateway.http.request_bodies import refuse_shape
+from cohort.services.gateway.http.request_bodies import Take, refuse_shape
 from cohort.services.gateway.http.sse import named
 from cohort.services.gateway.keys.middleware import OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call, check_model, decode
@@ -46,6 +53,20 @@ KEEPALIVE_S = 15.0
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(ResponsesBody)
 _items_decoder = msgspec.json.Decoder(list[InputItem])
+
+
+class _Kept(msgspec.Struct):
+    """What of a kept response decides how it is read again."""
+
+    background: bool = False
+
+
+_status = msgspec.json.Decoder(_Kept)
+
+
+def response_id(base_id: str, created_s: float) -> str:
+    """Return a response's id: the same on every gateway that writes it."""
+    return f"resp_{stable_id(base_id, repr(created_s))}"
 
 
 class InputItems(msgspec.Struct, frozen=True):
@@ -82,6 +103,28 @@ class _ResponsesRequest(ApiRequest):
         self.body = msgspec.structs.replace(self.body, input="")
         super().accepted(call)
 
+    def background_id(self, base_id: str, created_s: float) -> str:
+        return response_id(base_id, created_s) if self.body.background else ""
+
+    def pending(self, base_id: str, created_s: float) -> bytes:
+        return _encode(self.pending_response(base_id, created_s))
+
+    def pending_response(self, base_id: str, created_s: float) -> ResponseObject:
+        sampling = self.call.sampling
+        return pending_response(
+            self.body,
+            response_id=response_id(base_id, created_s),
+            created_at=int(created_s),
+            model=self.call.adapter or self.api.model,
+            store=self.body.store is not False and self.api.archive.enabled,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+
+    async def keep_failure(self, base_id: str, created_s: float, error: RequestError) -> None:
+        failed = failed_response(self.pending_response(base_id, created_s), error)
+        await self.api.store(self, failed)
+
     def parse_context(self) -> bytes:
         return _encode(self.items)
 
@@ -99,18 +142,7 @@ class _ResponsesRequest(ApiRequest):
         return _encode(await self.api.ended(self, answering, writer, finish))
 
     def events(self, answering: Answering) -> ResponseWriter:
-        sampling = answering.call.sampling
-        return ResponseWriter(
-            pending_response(
-                self.body,
-                response_id=f"resp_{answering.unique_id()}",
-                created_at=answering.created,
-                model=answering.model,
-                store=self.body.store is not False and self.api.archive.enabled,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
-        )
+        return ResponseWriter(self.pending_response(answering.base_id, answering.created_s))
 
 
 class ResponsesApi:
@@ -121,6 +153,7 @@ class ResponsesApi:
     def __init__(self, generator: Generator, archive: ResponseArchive) -> None:
         self._generator = generator
         self.archive = archive
+        self.model = generator.served.card.name
         self.keepalive_s: float | None = KEEPALIVE_S
 
     def routes(self) -> list[web.RouteDef]:
@@ -144,18 +177,21 @@ class ResponsesApi:
         parser, data, owner = self._generator.parser, sent.data, sent.caller.owner
 
         def again() -> _ResponsesRequest:
-            body, items = _decoder.decode(data), _items_decoder.decode(sent.parse_context)
+            body = decode(_decoder, data, parser.config)
+            items = _items_decoder.decode(sent.parse_context)
             return _ResponsesRequest(self._call(body, items, headers), api=self, owner=owner, body=body, items=items)
 
         def read(data: bytes) -> tuple[ResponsesBody, list[InputItem]]:
             refuse_shape(data, parser.config, chat=True)
-            body = decode(_decoder, data)
+            body = decode(_decoder, data, parser.config)
             check_model(body.model, parser.served.card)
             return body, items_of(body)
 
         if sent.parse_context:
             return await asyncio.to_thread(again)
         body, own = await parser.read(data, read)
+        if body.background:
+            self._check_background(body)
         if body.store and not self.archive.enabled:
             raise RequestError("store: this server keeps no responses (responses.storage_bytes is 0).", param="store")
         before: list[InputItem] = []
@@ -170,6 +206,13 @@ class ResponsesApi:
 
         made = await (asyncio.to_thread(call) if before else parser.read(data, call))
         return _ResponsesRequest(made, api=self, owner=owner, body=body, items=items)
+
+    def _check_background(self, body: ResponsesBody) -> None:
+        if body.store is False or not self.archive.enabled:
+            why = "store is false" if body.store is False else "responses.storage_bytes is 0"
+            raise RequestError(f"background: nobody could read the answer, as {why}.", param="background")
+        if not self._generator.config.resume_s:
+            raise RequestError("background: this server keeps no streams (gateway.resume_s is 0).", param="background")
 
     def _refuse_too_long(self, items: list[InputItem]) -> None:
         most = self._generator.config.max_body_bytes
@@ -192,11 +235,12 @@ class ResponsesApi:
         response = writer.response(finish, answering.usage(), api_request.completed_at, answering.extras([0]))
         if api_request.answer_stored is None:
             if api_request.storing is None:
-                api_request.storing = asyncio.create_task(self._store(api_request, response), name="keep a response")
+                api_request.storing = asyncio.create_task(self.store(api_request, response), name="keep a response")
             api_request.answer_stored = await asyncio.shield(api_request.storing)
         return response if api_request.answer_stored else msgspec.structs.replace(response, store=False)
 
-    async def _store(self, api_request: _ResponsesRequest, response: ResponseObject) -> bool:
+    async def store(self, api_request: _ResponsesRequest, response: ResponseObject) -> bool:
+        """Keep a response that has ended. Return whether it is kept."""
         if not response.store:
             return False
         items = [(item.id or "", _encode(item)) for item in api_request.items]
@@ -212,11 +256,37 @@ class ResponsesApi:
         return False
 
     async def retrieve(self, request: web.Request) -> web.Response:
-        if request.query.get("stream", "false") != "false":
-            raise RequestError("stream: only the answers of background requests are streamed again.", param="stream")
+        """Return a response: as it ended, or as far as one in the background is."""
+        response_id, owner = known_id(request.match_info["id"]), request[OWNER]
         with self._generator.bodies.holding() as take:
-            answer = await self.archive.answer(known_id(request.match_info["id"]), request[OWNER], take)
-        return web.Response(body=answer, content_type="application/json")
+            answer = await self._find(response_id, owner, take)
+            if request.query.get("stream", "false") == "false":
+                return web.Response(body=answer, content_type="application/json")
+        if self._generator.resumable is None or not _status.decode(answer).background:
+            raise RequestError("stream: only the answers of background requests are streamed again.", param="stream")
+        after = request.query.get("starting_after", "")
+        return await self._generator.resumable.follow(request, response_id, after)
+
+    async def _find(self, response_id: str, owner: str, take: Take) -> bytes:
+        """Return a response. Raises a 404 `RequestError`."""
+        try:
+            return await self.archive.answer(response_id, owner, take)
+        except RequestError as error:
+            if error.status != 404:
+                raise
+            if (found := await self._pending(response_id, owner)) is not None:
+                return _encode(found[1])
+        return await self.archive.answer(response_id, owner, take)  # it may have ended in between
+
+    async def _pending(self, response_id: str, owner: str) -> tuple[_ResponsesRequest, ResponseObject] | None:
+        """Return the request of a response in the background, and the response before its end."""
+        streams = self._generator.resumable
+        found = None if streams is None else await streams.find_background(response_id, owner)
+        if found is None:
+            return None
+        api_request, base_id, created_s = found
+        assert isinstance(api_request, _ResponsesRequest), api_request
+        return api_request, api_request.pending_response(base_id, created_s)
 
     async def delete(self, request: web.Request) -> web.Response:
         response_id = known_id(request.match_info["id"])
@@ -243,9 +313,21 @@ class ResponsesApi:
         return web.Response(body=body, content_type="application/json")
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Refuse: a response that is kept has ended."""
-        await self.archive.lengths(known_id(request.match_info["id"]), request[OWNER])
-        raise RequestError("Only a response made in the background can be cancelled; background is not served here.")
+        """End a response in the background. One that has ended is returned as it is."""
+        response_id, owner = known_id(request.match_info["id"]), request[OWNER]
+        streams, found = self._generator.resumable, await self._pending(response_id, owner)
+        if streams is None or found is None:
+            with self._generator.bodies.holding() as take:
+                answer = await self.archive.answer(response_id, owner, take)
+            if not _status.decode(answer).background:
+                raise RequestError("Only a response made in the background can be cancelled.")
+        else:
+            api_request, pending = found
+            cancelled = msgspec.structs.replace(pending, status="cancelled")
+            await self.store(api_request, cancelled)
+            await streams.cancel_stream(response_id, owner)
+            answer = _encode(cancelled)
+        return web.Response(body=answer, content_type="application/json")
 
 
 class _Events:

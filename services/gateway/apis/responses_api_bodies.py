@@ -18,6 +18,8 @@ from cohort.common.errors import RequestError
 from cohort.services.gateway.batches.batch_objects import Key, Value
 from cohort.services.gateway.http.bodies import (
     MAX_LOGPROBS,
+    AllowedToolChoice,
+    AllowedTools,
     AtLeastOne,
     ChatBody,
     CohortOptions,
@@ -29,7 +31,9 @@ from cohort.services.gateway.http.bodies import (
     Signed64,
     Tool,
 )
+from cohort.services.gateway.http.ignored_fields import note
 from cohort.services.gateway.http.service_headers import printable
+from cohort.services.gateway.requests.parsing import no_text
 
 NAMES = (
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
@@ -40,8 +44,19 @@ NAMES = (
 )
 """Patterns for `error_shapes.renamed`."""
 LOGPROBS = "message.output_text.logprobs"
-_NEVER_PRESENT = ("reasoning.encrypted_content",)
+_NEVER_PRESENT = frozenset(
+    (
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "message.input_image.image_url",
+    )
+)
 """Parts that may be requested, of items that no answer here has."""
+_CALLS = ("function_call", "custom_tool_call")
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
@@ -64,8 +79,8 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A `message` (`role`, `content`), a `reasoning` (`content`, or `summary`), a `function_call` (`call_id`, `name`,
-    `arguments`) or a `function_call_output` (`call_id`, `output`). Without a type it is a message. `status`, `phase`
-    and `encrypted_content` are tolerated."""
+    `arguments`), a `function_call_output` (`call_id`, `output`), or the same of a custom tool, with `input`. Without a
+    type it is a message. `status`, `phase` and `encrypted_content` are tolerated."""
 
     type: str | None = None
     id: str | None = None
@@ -74,6 +89,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
@@ -81,23 +97,52 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     phase: str | None = None
 
 
-class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function. `strict` is tolerated: where calls are bound, they always keep to their schema."""
+class CustomFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Form of a custom tool's input: a grammar is shown to the model, and a call that must be made is bound to a
+    regular expression."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function, `strict` as in a chat completion; or a `custom` tool, whose input is a text."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: CustomFormat | None = None
 
 
-class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+class NamedTool(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
     name: str
 
 
+class NamedCustomTool(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="custom"
+):
+    name: str
+
+
+class AllowedResponsesTools(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
+):
+    """As in a chat completion."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool | NamedCustomTool], msgspec.Meta(min_length=1)]
+
+
+ToolChoice = str | NamedTool | NamedCustomTool | AllowedResponsesTools
+
+
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`strict` is tolerated: an answer always keeps to its schema."""
+    """`strict` as in a chat completion."""
 
     type: str
     name: str | None = None
@@ -108,7 +153,7 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     format: TextFormat | None = None
-    verbosity: str | None = None  # refused
+    verbosity: str | None = None  # ignored, and named in the answer's header
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +169,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[ResponsesTool] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -136,6 +181,7 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream: bool | None = None
+    background: bool | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     seed: Signed64 | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -149,11 +195,11 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stream_options: ResponsesStreamOptions | None = None
     max_tool_calls: int | None = None
     reasoning: dict[str, Any] | None = None  # its `effort` is honoured, a summary never made
+    # Ignored, and named in the answer's header.
+    context_management: Any = None
     # Refused unless they ask for nothing.
-    background: bool | None = None
     conversation: Any = None
     prompt: Any = None
-    context_management: Any = None
     moderation: Any = None
 
 
@@ -163,6 +209,11 @@ def effort_of(body: ResponsesBody) -> str | None:
     if effort is not None and not isinstance(effort, str):
         raise RequestError("reasoning.effort must be a text.", param="reasoning.effort")
     return effort
+
+
+def switches_of(body: ResponsesBody) -> list[str]:
+    """Return the fields that ask for reasoning."""
+    return ["reasoning"] if any(value not in (None, "none") for value in (body.reasoning or {}).values()) else []
 
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
@@ -179,15 +230,16 @@ def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
     messages = [*instructions, *_chat_messages(items)]
     if not messages:
         raise RequestError("input is empty.", param="input")
-    choice = body.tool_choice
     return ChatBody(
         model=body.model,
         messages=messages,
         reasoning_effort=effort_of(body),
-        tools=[_tool(index, tool) for index, tool in enumerate(body.tools or [])] or None,
-        tool_choice=NamedToolChoice("function", NamedFunction(choice.name))
-        if isinstance(choice, NamedTool)
-        else choice,
+        tools=[
+            _tool(index, tool, bound=_must_call(body.tool_choice, tool.name))
+            for index, tool in enumerate(body.tools or [])
+        ]
+        or None,
+        tool_choice=_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
         max_tokens=body.max_output_tokens,
@@ -204,15 +256,17 @@ def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
 
 
 def _refuse_unsupported(body: ResponsesBody) -> None:
-    if body.background:
-        raise _refused("background", "answers are given while their client waits, whole or as a stream")
     if body.text is not None and body.text.verbosity is not None:
-        raise _refused("text.verbosity", "not supported")
-    for name in ("conversation", "prompt", "context_management", "moderation"):
+        note("text.verbosity")
+    if body.context_management:
+        note("context_management")
+    for name in ("conversation", "prompt", "moderation"):
         if getattr(body, name):
             raise _refused(name, "not supported")
     for index, part in enumerate(body.include or ()):
-        if part != LOGPROBS and part not in _NEVER_PRESENT:
+        if part in _NEVER_PRESENT:
+            note(f"include.{part}")
+        elif part != LOGPROBS:
             raise _refused(f"include[{index}]", f"{printable(part)!r} is in no answer here")
 
 
@@ -232,13 +286,25 @@ def _item(item: InputItem, where: str) -> InputItem:
                 arguments=item.arguments,
                 status="completed",
             )
-        case "function_call_output":
+        case "custom_tool_call":
+            for name in ("call_id", "name", "input"):
+                if getattr(item, name) is None:
+                    raise RequestError(f"{where}.{name} is missing.", param=f"{where}.{name}")
+            return InputItem(
+                type="custom_tool_call",
+                id=item.id or _new_id("ctc"),
+                call_id=item.call_id,
+                name=item.name,
+                input=item.input,
+                status="completed",
+            )
+        case "function_call_output" | "custom_tool_call_output" as kind:
             for name in ("call_id", "output"):
                 if getattr(item, name) is None:
                     raise RequestError(f"{where}.{name} is missing.", param=f"{where}.{name}")
             return InputItem(
-                type="function_call_output",
-                id=item.id or _new_id("fco"),
+                type=kind,
+                id=item.id or _new_id("fco" if kind == "function_call_output" else "ctco"),
                 call_id=item.call_id,
                 output=_text(item.output or "", f"{where}.output"),
                 status="completed",
@@ -249,8 +315,8 @@ def _item(item: InputItem, where: str) -> InputItem:
             return InputItem(type="reasoning", id=item.id or _new_id("rs"), summary=[], content=[part])
         case other:
             raise RequestError(
-                f"{where}.type: an item of type {printable(other)!r} is not read here; message, reasoning, "
-                "function_call and function_call_output are.",
+                f"{where}.type: an item of type {printable(other)!r} is not read here; messages, reasoning, calls of "
+                "functions and custom tools, and their outputs are.",
                 param=f"{where}.type",
             )
 
@@ -286,9 +352,7 @@ def _text(content: str | list[ContentPart], where: str) -> str:
 
 def _part(part: ContentPart, where: str) -> str:
     if part.type not in _TEXT_PARTS:
-        raise RequestError(
-            f"{where}: only parts of text can be answered, this one's type is {printable(part.type)!r}.", param=where
-        )
+        raise no_text(where, part.type)
     if part.text is None:
         raise RequestError(f"{where}.text is missing.", param=f"{where}.text")
     return part.text
@@ -311,7 +375,7 @@ def _grouped(items: Sequence[InputItem]) -> Iterator[list[InputItem]]:
 
 
 def _is_ours(item: InputItem) -> bool:
-    return item.type in ("function_call", "reasoning") or item.role == "assistant"
+    return item.type in (*_CALLS, "reasoning") or item.role == "assistant"
 
 
 def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
@@ -319,7 +383,7 @@ def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
         item = group[0]
         if _is_ours(item):
             yield _turn(group)
-        elif item.type == "function_call_output":
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
         else:
             # Templates know `system`; a developer's words are to be followed in the same way.
@@ -334,8 +398,9 @@ def _turn(items: Iterable[InputItem]) -> dict[str, Any]:
     for item in items:
         if item.type == "reasoning":
             thoughts.append(_text(item.content or "", "input"))
-        elif item.type == "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
+        elif item.type in _CALLS:
+            arguments = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
+            function = {"name": item.name, "arguments": arguments}
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif text := _text(item.content or "", "input"):
             texts.append(text)
@@ -345,21 +410,61 @@ def _turn(items: Iterable[InputItem]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _tool(index: int, tool: ResponsesTool) -> Tool:
-    if tool.type != "function":
+def _tool(index: int, tool: ResponsesTool, *, bound: bool) -> Tool:
+    """Convert a tool. `bound`: a call must be made. Raises `RequestError`."""
+    if tool.type not in ("function", "custom"):
         raise RequestError(
-            f"tools[{index}].type: {printable(tool.type)!r} is not served here; only functions are.",
+            f"tools[{index}].type: {printable(tool.type)!r} is not served here; functions and custom tools are.",
             param=f"tools[{index}].type",
         )
     if tool.name is None:
         raise RequestError(f"tools[{index}].name is missing.", param=f"tools[{index}].name")
-    return Tool("function", FunctionTool(tool.name, tool.description, tool.parameters))
+    if tool.type == "custom":
+        return _custom_tool(tool, tool.name, f"tools[{index}].format", bound=bound)
+    return Tool("function", FunctionTool(tool.name, tool.description, tool.parameters, tool.strict))
+
+
+def _custom_tool(tool: ResponsesTool, name: str, where: str, *, bound: bool) -> Tool:
+    """Return a function of one text, which stands for a custom tool."""
+    description, text = tool.description or "", {"type": "string"}
+    if tool.format is not None and tool.format.type == "grammar":
+        definition, syntax = tool.format.definition, tool.format.syntax
+        if definition is None or syntax is None:
+            missing = "syntax" if syntax is None else "definition"
+            raise RequestError(f"{where}.{missing} is missing.", param=f"{where}.{missing}")
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+        elif bound:
+            raise _refused(f"{where}.syntax", "the input of a call that must be made can be bound to a regex, no other")
+        description = f"{description}\nThe input keeps to this {syntax} grammar:\n{definition}".strip()
+    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    return Tool("function", FunctionTool(name, description or None, parameters))
+
+
+def _choice(body: ResponsesBody) -> str | NamedToolChoice | AllowedToolChoice | None:
+    match body.tool_choice:
+        case NamedTool(name=name) | NamedCustomTool(name=name):
+            return NamedToolChoice(NamedFunction(name))
+        case AllowedResponsesTools(mode=mode, tools=tools):
+            return AllowedToolChoice(AllowedTools(mode, [NamedToolChoice(NamedFunction(tool.name)) for tool in tools]))
+        case choice:
+            return choice
+
+
+def _must_call(choice: ToolChoice | None, name: str | None) -> bool:
+    """Return whether a call of this tool may be bound to its form."""
+    match choice:
+        case NamedTool() | NamedCustomTool():
+            return choice.name == name
+        case AllowedResponsesTools():
+            return choice.mode == "required" and any(tool.name == name for tool in choice.tools)
+    return choice == "required"
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
-    return ResponseFormat(text.format.type, JsonSchemaFormat(schema=text.format.schema))
+    return ResponseFormat(text.format.type, JsonSchemaFormat(schema=text.format.schema, strict=text.format.strict))
 
 
 def _new_id(prefix: str) -> str:

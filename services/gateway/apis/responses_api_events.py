@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ from msgspec import UNSET, UnsetType
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.responses_api_bodies import (
-    NamedTool,
     ResponsesBody,
     ResponsesTool,
     TextFormat,
     TextOptions,
+    ToolChoice,
     effort_of,
 )
 from cohort.services.gateway.generation.answer_parts import CallDelta, Reasoning, stable_id
@@ -54,6 +54,14 @@ class OutputCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_ca
     status: str
 
 
+class OutputCustomCall(msgspec.Struct, frozen=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: str
+
+
 class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
     text: str
 
@@ -67,7 +75,7 @@ class OutputReasoning(msgspec.Struct, frozen=True, tag_field="type", tag="reason
     status: str
 
 
-Item = OutputMessage | OutputCall | OutputReasoning
+Item = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -124,7 +132,7 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     store: bool
     temperature: float
     text: TextOptions
-    tool_choice: str | NamedTool
+    tool_choice: ToolChoice
     tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
@@ -193,6 +201,14 @@ class ArgumentsDone(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class InputDone(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
+
+
 class ReasoningDelta(msgspec.Struct, frozen=True):
     type: str
     sequence_number: int
@@ -219,6 +235,7 @@ Event = (
     | TextDone
     | ArgumentsDelta
     | ArgumentsDone
+    | InputDone
     | ReasoningDelta
     | ReasoningDone
 )
@@ -231,6 +248,7 @@ def pending_response(
     return ResponseObject(
         id=response_id,
         created_at=created_at,
+        background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
@@ -249,6 +267,12 @@ def pending_response(
         truncation=body.truncation or "disabled",
         user=body.user,
     )
+
+
+def failed_response(pending: ResponseObject, error: RequestError, output: Sequence[Item] = ()) -> ResponseObject:
+    code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+    problem = ResponseProblem(code, printable(error.message, 2000))
+    return msgspec.structs.replace(pending, status="failed", error=problem, output=list(output))
 
 
 @dataclass(slots=True)
@@ -283,6 +307,27 @@ class _Call:
         return OutputCall(self.id, self.call_id, self.name, "", self.status)
 
 
+class _CustomCall(_Call):
+    """Call of a custom tool, whose only argument is its input: known when the call is whole."""
+
+    def item(self) -> Item:
+        return OutputCustomCall(self.id, self.call_id, self.name, self.input, self.status)
+
+    def opening(self) -> Item:
+        return OutputCustomCall(self.id, self.call_id, self.name, "", self.status)
+
+    @property
+    def input(self) -> str:
+        """The input; the model's own words where they are no arguments."""
+        arguments = "".join(self.arguments)
+        try:
+            found = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            found = None
+        given = found.get("input") if isinstance(found, dict) else None
+        return given if isinstance(given, str) else arguments
+
+
 @dataclass(slots=True)
 class _Reasoning:
     id: str
@@ -304,6 +349,7 @@ class ResponseWriter:
 
     def __init__(self, pending: ResponseObject) -> None:
         self.pending = pending
+        self._custom = frozenset(tool.name for tool in pending.tools if tool.type == "custom")
         self._items: list[_Message | _Call | _Reasoning] = []
         self._sequence = 0
         self.started = False
@@ -357,19 +403,10 @@ class ResponseWriter:
         return ResponseEvent(f"response.{response.status}", self._next(), response)
 
     def failed(self, error: RequestError) -> Event:
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         for item in self._items[-1:]:
             item.status = "incomplete"
-        return ResponseEvent(
-            "response.failed",
-            self._next(),
-            msgspec.structs.replace(
-                self.pending,
-                status="failed",
-                error=ResponseProblem(code, printable(error.message, 2000)),
-                output=[item.item() for item in self._items],
-            ),
-        )
+        failed = failed_response(self.pending, error, [item.item() for item in self._items])
+        return ResponseEvent("response.failed", self._next(), failed)
 
     def _next(self) -> int:
         self._sequence += 1
@@ -395,11 +432,15 @@ class ResponseWriter:
 
     def _argument_events(self, call: CallDelta) -> Iterator[Event]:
         if call.id:
-            yield from self._open(_Call(self._new_id("fc"), call.id, call.name))
+            custom = call.name in self._custom
+            made = _CustomCall if custom else _Call
+            yield from self._open(made(self._new_id("ctc" if custom else "fc"), call.id, call.name))
         last = self._items[-1]
         assert isinstance(last, _Call), "a call's arguments end before any text behind it"
         if call.arguments:
             last.arguments.append(call.arguments)
+            if isinstance(last, _CustomCall):
+                return
             kind = "response.function_call_arguments.delta"
             yield ArgumentsDelta(kind, self._next(), last.id, self._index, call.arguments)
 
@@ -434,6 +475,10 @@ class ResponseWriter:
             kind = "response.reasoning_text.done"
             yield ReasoningDone(kind, self._next(), item.id, self._index, 0, thought.text)
             yield PartEvent("response.content_part.done", self._next(), item.id, self._index, 0, thought)
+        elif isinstance(item, _CustomCall):
+            kind, given = "response.custom_tool_call_input", item.input
+            yield ArgumentsDelta(f"{kind}.delta", self._next(), item.id, self._index, given)
+            yield InputDone(f"{kind}.done", self._next(), item.id, self._index, given)
         else:
             kind = "response.function_call_arguments.done"
             yield ArgumentsDone(kind, self._next(), item.id, self._index, item.name, "".join(item.arguments))

@@ -83,7 +83,7 @@ class TokenApi:
     async def tokenize(self, request: web.Request) -> web.Response:
         async with self._bodies.reading(request) as data:
             refuse_shape(data, self._config, chat=True)
-            body = decode(_tokenize_decoder, data)
+            body = decode(_tokenize_decoder, data, self._config)
             check_model(body.model, self._card)
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("One of prompt and messages is wanted.", param="prompt")
@@ -101,7 +101,7 @@ class TokenApi:
     async def detokenize(self, request: web.Request) -> web.Response:
         async with self._bodies.reading(request) as data:
             refuse_shape(data, self._config, chat=False)
-            body = decode(_detokenize_decoder, data)
+            body = decode(_detokenize_decoder, data, self._config)
         check_model(body.model, self._card)
         if len(body.tokens) > self._most:
             raise self._too_many("tokens", str(len(body.tokens)))

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.sqlite_file import disk_refuses
 from cohort.services.gateway import bounds
@@ -52,11 +53,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BatchApi:
-    def __init__(self, context: BatchContext, runner: BatchRunner, *, write_timeout_s: float) -> None:
+    def __init__(self, context: BatchContext, runner: BatchRunner, config: GatewayConfig) -> None:
         self._retention_s = context.retention_s
         self._folder, self._store, self._quota = context.folder, context.store, context.quota
         self._runner = runner
-        self._write_timeout_s = write_timeout_s
+        self._config = config
         self._clock, self._log = context.clock, context.log
 
     def routes(self) -> list[web.RouteDef]:
@@ -190,7 +191,7 @@ class BatchApi:
                 "Content-Type": "application/jsonl",
                 "Content-Disposition": f'attachment; filename="{_header_safe(file.filename)}"',
             },
-            write_timeout_s=self._write_timeout_s,
+            write_timeout_s=self._config.write_timeout_s,
             log=self._log,
         )
 
@@ -202,7 +203,7 @@ class BatchApi:
         return file
 
     async def create_batch(self, request: web.Request) -> web.Response:
-        body = decode(batch_decoder, await self._small_body(request))
+        body = decode(batch_decoder, await self._small_body(request), self._config)
         if body.endpoint not in ENDPOINTS:
             raise RequestError(
                 f"endpoint: {printable(body.endpoint)!r} cannot be used in a batch, only {' and '.join(ENDPOINTS)}.",

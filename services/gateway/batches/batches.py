@@ -86,7 +86,7 @@ class Batches:
                 context = BatchContext(folder, store, quota, config.state.retention_s, clock, log)
                 bound = config.gateway.max_body_bytes
                 runner = BatchRunner(context, answer, turns, own_metrics, max_line_bytes=bound, elapsed_s=since_boot_s)
-                api = BatchApi(context, runner, write_timeout_s=config.gateway.write_timeout_s)
+                api = BatchApi(context, runner, config.gateway)
                 async with _abandoned_parts_removed(folder, log):
                     yield cls((api, runner))
             finally:

@@ -67,10 +67,18 @@ def prompt_scores(
 class Choice:
     __slots__ = ("_detokenizer", "_logprobs", "_min_tokens", "_produced", "_scores", "_sent", "_stops", "tokens")
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopAutomaton, *, min_tokens: int, logprobs: bool) -> None:
-        """`stops` is shared by all choices of a request."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopAutomaton,
+        *,
+        min_tokens: int,
+        logprobs: bool,
+        includes_stop: bool = False,
+    ) -> None:
+        """`stops` is shared by all choices of a request. `includes_stop`: the text ends with its stop string."""
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, includes=includes_stop)
         self._min_tokens = min_tokens
         self._logprobs = logprobs
         self._scores: deque[ScoredToken] = deque()
@@ -193,10 +201,12 @@ class StopAutomaton:
 class StopStrings:
     """Filter of one stream. The stop string that is complete first counts; at the same character, the longest."""
 
-    __slots__ = ("_automaton", "_held", "_state", "matched")
+    __slots__ = ("_automaton", "_held", "_includes", "_state", "matched")
 
-    def __init__(self, automaton: StopAutomaton) -> None:
+    def __init__(self, automaton: StopAutomaton, *, includes: bool = False) -> None:
+        """`includes`: the text ends with its stop string, not before it."""
         self._automaton = automaton
+        self._includes = includes
         self._state = 0
         self._held = ""
         self.matched: str | None = None
@@ -216,7 +226,7 @@ class StopStrings:
                 end = index + 1
                 self.matched = pending[end - length : end]
                 self._held = ""
-                return pending[: end - length]
+                return pending[: end if self._includes else end - length]
         self._state = state
         keep = automaton.depth[state]
         self._held = pending[len(pending) - keep :]

@@ -14,7 +14,7 @@ import re
 import secrets
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from cohort.services.gateway.generation.openai_shapes import ChatShape, Completi
 from cohort.services.gateway.generation.preparation import RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
+from cohort.services.gateway.http.ignored_fields import IgnoredFields
 from cohort.services.gateway.http.request_bodies import RequestBodies, Take
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.http.sse import EventStream, Outbox
@@ -100,6 +101,18 @@ class ApiRequest(ABC):
         """Replace the call by the one that was offered, which may have lost its oldest turns."""
         self.call = call
 
+    def background_id(self, base_id: str, created_s: float) -> str:
+        """Return the id of an answer that is generated whether its client waits or not; "" for any other."""
+        return ""
+
+    def pending(self, base_id: str, created_s: float) -> bytes:
+        """Return such an answer before its end, as JSON."""
+        raise NotImplementedError
+
+    async def keep_failure(self, base_id: str, created_s: float, error: RequestError) -> None:
+        """Keep the end of such an answer that failed, for its client to find."""
+        raise NotImplementedError
+
     def parse_context(self) -> bytes:
         """Return data that `Endpoint.read` needs beside the body to parse the request again after a resume."""
         return b""
@@ -119,9 +132,23 @@ class Endpoint(Protocol):
 
 
 class ResumableStreams(Protocol):
-    """Server of resumable streams (`resumption.py`)."""
+    """Server of resumable streams, and of answers in the background (`resumption.py`)."""
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse: ...
+
+    async def begin_background(
+        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: ApiRequest
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Begin an answer; return what answers its request, once the body is no longer in flight."""
+
+    async def find_background(self, answer_id: str, owner: str) -> tuple[ApiRequest, str, float] | None:
+        """Return the request of an answer that has not ended, with its `base_id` and `created_s`."""
+
+    async def follow(self, request: web.Request, token: str, last_event_id: str) -> web.StreamResponse:
+        """Answer with the events after this one."""
+
+    async def cancel_stream(self, token: str, owner: str) -> None:
+        """End a stream. Raises a 404 `RequestError`."""
 
 
 class Generator:
@@ -135,6 +162,7 @@ class Generator:
         self.served = served
         self.parser = RequestParser(config, served)
         self.bodies = RequestBodies(config)
+        self.ignored_fields = IgnoredFields(context.log)
         self.budget = RequestBudget(config, served.tokenizer.least_tokens)
         self._tokenizer = tokenizer = served.tokenizer
         self._text = TokenText(tokenizer)
@@ -149,7 +177,16 @@ class Generator:
         """Answer an HTTP request. Raises `RequestError` only while nothing was sent."""
         if self.resumable is not None and RESUME_HEADER in request.headers:
             return await self.resumable.serve(endpoint, request)
-        api_request, answering = await self._accept(endpoint, request)
+        async with self.arriving(request) as body:
+            api_request = await endpoint.read(body, request.headers)
+            if self.resumable is not None and api_request.background_id("", 0.0):
+                background = await self.resumable.begin_background(endpoint, request.headers, body, api_request)
+            else:
+                background = None
+                answering = await self.begin(api_request.call, len(body.data), body.caller)
+                api_request.accepted(answering.call)
+        if background is not None:
+            return await background(request)
         try:
             if answering.call.stream:
                 events = self.stream_to(endpoint, request)
@@ -159,13 +196,6 @@ class Generator:
             return web.Response(body=await api_request.whole(answering), content_type="application/json")
         finally:
             self.release(answering)
-
-    async def _accept(self, endpoint: Endpoint, request: web.Request) -> tuple[ApiRequest, Answering]:
-        async with self.arriving(request) as body:
-            api_request = await endpoint.read(body, request.headers)
-            answering = await self.begin(api_request.call, len(body.data), body.caller)
-            api_request.accepted(answering.call)
-        return api_request, answering
 
     def stream_to(
         self, endpoint: Endpoint, request: web.Request, headers: Mapping[str, str] | None = None
@@ -327,11 +357,18 @@ class Generator:
 
     def _choice(self, call: Call, request: Request, stops: StopAutomaton, unskipped: frozenset[int]) -> Choice:
         detokenizer = self._text.stream(
-            context=() if call.chat else request.tokens[-16:],  # a first space depends on the text before
+            # A first space depends on the text before.
+            context=() if call.chat and not call.continues else request.tokens[-16:],
             skip_special=call.skip_special_tokens,
             unskipped=unskipped,
         )
-        return Choice(detokenizer, stops, min_tokens=call.min_tokens, logprobs=call.sampling.logprobs >= 0)
+        return Choice(
+            detokenizer,
+            stops,
+            min_tokens=call.min_tokens,
+            logprobs=call.sampling.logprobs >= 0,
+            includes_stop=call.includes_stop,
+        )
 
     def _after_reasoning(self, sampling: SamplingParams, prompt: list[int]) -> SamplingParams:
         """Return the parameters with the place where the grammar begins to bind."""
@@ -373,10 +410,13 @@ class Generator:
 
     async def _tokenize(self, call: Call, limit: int, owner: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the tokens of each prompt, and a chat's messages without the turns that truncation drops."""
+        most, keeps = limit, call.keeps_tokens
+        if keeps is not None:  # a text beyond the context is cut after it was tokenised
+            limit = self.config.max_request_work
         try:
             if call.chat:
                 tokens, messages = await self._tokenize_chat(call, limit, owner)
-                return [tokens], messages
+                return [_last(tokens, keeps, call, most)], messages
             texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
             encoded = iter(
                 await self._tokenizer.encode_all(
@@ -384,7 +424,7 @@ class Generator:
                 )
             )
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
-            return prompts, call.messages
+            return [_last(prompt, keeps, call, most) for prompt in prompts], call.messages
         except UnicodeEncodeError as error:
             raise RequestError(
                 "The prompt contains an unpaired surrogate, which is no character.",
@@ -397,6 +437,7 @@ class Generator:
                 messages,
                 owner=owner,
                 add_generation_prompt=call.add_generation_prompt,
+                continues=call.continues,
                 variables=call.template_variables,
                 limit=limit,
             )
@@ -408,7 +449,7 @@ class Generator:
     def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
         if not call.echo:
             return ""
-        if isinstance(prompt := call.prompts[which], str):
+        if isinstance(prompt := call.prompts[which], str) and call.keeps_tokens is None:
             return prompt
         return self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
 
@@ -416,3 +457,16 @@ class Generator:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
         self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()  # as in `arriving`
+
+
+def _last(prompt: list[int], keeps: int | None, call: Call, context: int) -> list[int]:
+    """Return a prompt's tokens as its client wants them cut (`Call.keeps_tokens`). Raises `RequestError`."""
+    if keeps is None:
+        return prompt
+    if keeps > context:
+        raise RequestError(
+            f"truncate_prompt_tokens is {keeps}, but this model's maximum context length is {context} tokens.",
+            param="truncate_prompt_tokens",
+        )
+    room = context - (1 if call.max_tokens is None else call.max_tokens)
+    return prompt[-keeps:] if keeps > 0 else prompt[max(0, len(prompt) - room) :] if keeps else []

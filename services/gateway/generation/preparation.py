@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cohort.common.config import GatewayConfig
-from cohort.common.errors import RequestError, busy
+from cohort.common.errors import TOO_LONG, RequestError, busy
 from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway import bounds
 from cohort.services.gateway.requests.model_card import ModelCard
@@ -120,13 +120,15 @@ def _output_limit(call: Call, prompt_tokens: int, default_limit: int, max_model_
             f"This model's maximum context length is {max_model_len} tokens, but the prompt alone has "
             f"{prompt_tokens} tokens.",
             param=param,
+            code=TOO_LONG,
         )
     if call.max_tokens is not None:
         if call.max_tokens > headroom:
             raise RequestError(
                 f"This model's maximum context length is {max_model_len} tokens, but {prompt_tokens + call.max_tokens} "
                 f"were requested: {prompt_tokens} in the prompt and {call.max_tokens} for the answer.",
-                param=param,
+                param=call.max_tokens_field,
+                code=TOO_LONG,
             )
         return call.max_tokens
     limit = min(headroom, default_limit) if default_limit else headroom
@@ -265,7 +267,7 @@ def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
         "the answers": (
             price.answer,
             f"n {call.n} × max_tokens {answers // call.n}{each}",
-            "n" if call.n > 1 else names[1] if scores > 1 else "max_tokens",
+            "n" if call.n > 1 else names[1] if scores > 1 else call.max_tokens_field,
         ),
         "the echo": (
             price.echo,

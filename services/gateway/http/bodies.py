@@ -1,8 +1,9 @@
 """The bodies of POST requests, field by field, as clients send them.
 
 Types and ranges live here; rules on more than one field, the model or the configuration are in `parsing.py`.
-Every field is in one of three groups: honoured; tolerated (documented below: it cannot change the answer); refused with
-a reason unless it has the value that asks for nothing. A key in none of them is a 400 that names it.
+Every field is in one of four groups: honoured; tolerated (documented below: it cannot change the answer); ignored, and
+named in the answer's header; refused with a reason unless it has the value that asks for nothing. A key in none of them
+is ignored and named, or refused (`gateway.unknown_fields`, `ignored_fields.py`).
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class CohortOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`strict` is tolerated: an answer always keeps to its schema."""
+    """`strict` false opens objects that say nothing of properties they do not name; an answer always keeps to its
+    schema."""
 
     name: str | None = None
     description: str | None = None
@@ -122,7 +124,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`strict` is tolerated: where calls are bound, they always keep to their schema."""
+    """`strict` false opens objects that say nothing of properties they do not name; where calls are bound, they always
+    keep to their schema."""
 
     name: str
     description: str | None = None
@@ -139,9 +142,19 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some of the tools: the model sees no other."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], msgspec.Meta(min_length=1)]
+
+
+class AllowedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: AllowedTools
 
 
 class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,7 +174,9 @@ class GeneratingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[str, Bias] | None = None
     stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -208,10 +223,11 @@ class ChatBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | NamedToolChoice | None = None
+    tool_choice: str | NamedToolChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # Tolerated: a predicted output only saves time.
     prediction: Any = None
@@ -221,4 +237,5 @@ class ChatBody(GeneratingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
+    # Ignored, and named in the answer's header.
     verbosity: str | None = None

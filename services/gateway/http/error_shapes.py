@@ -16,13 +16,16 @@ from cohort.services.gateway.http.service_headers import printable
 
 MESSAGES_PATH = "/v1/messages"
 _MESSAGE_CHARACTERS = 2000
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+"""OpenAI's names of what a status alone says. Errors without a name have their status, which a stream has no other
+place for."""
 
 
 class OpenAiProblem(msgspec.Struct, frozen=True):
     message: str
     type: str
     param: str | None
-    code: int
+    code: str
 
 
 class OpenAiError(msgspec.Struct, frozen=True):
@@ -47,7 +50,7 @@ def error_body(error: RequestError) -> OpenAiError:
             message=printable(error.message, _MESSAGE_CHARACTERS),
             type=error.type_,
             param=None if error.param is None else printable(error.param, 200),
-            code=error.status,
+            code=error.code or _CODES.get(error.status) or str(error.status),
         )
     )
 
@@ -78,7 +81,12 @@ def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestErr
         if message.startswith(error.param):
             message = param + message.removeprefix(error.param)
         return RequestError(
-            message, status=error.status, type_=error.type_, param=param, retry_after_s=error.retry_after_s
+            message,
+            status=error.status,
+            type_=error.type_,
+            param=param,
+            code=error.code,
+            retry_after_s=error.retry_after_s,
         )
     return error
 

@@ -136,10 +136,19 @@ def _http_id(request: web.Request) -> str:
     return uuid.uuid4().hex
 
 
+def _served(request: web.Request) -> str:
+    """Return a sentence on what is served by this method."""
+    routes = (route for route in request.app.router.routes() if route.method == request.method)
+    paths = sorted({route.resource.canonical for route in routes if route.resource is not None})
+    named = [path for path in paths if path.startswith("/v1/")]
+    return f"{request.method} is served at {', '.join(named)}; " if named else ""
+
+
 def _from_http(error: web.HTTPException, request: web.Request) -> RequestError:
     match error.status:
         case 404:
-            return RequestError(f"There is no {request.method} {request.path} here.", status=404)
+            there = f"There is no {request.method} {request.path} here."
+            return RequestError(f"{there} {_served(request)}/openapi.json lists all.", status=404)
         case 405:
             return RequestError(f"{request.path} does not allow {request.method}.", status=405)
         case 413:

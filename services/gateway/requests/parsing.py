@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -27,6 +27,7 @@ from cohort.services.gateway.http.bodies import (
     StreamOptions,
     StructuredOutputs,
 )
+from cohort.services.gateway.http.ignored_fields import note, without_unknown
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.service_headers import (
     CLASS_HEADER,
@@ -67,6 +68,7 @@ class Call:
     messages: list[dict[str, Any]]
     sampling: SamplingParams
     max_tokens: int | None
+    max_tokens_field: str
     min_tokens: int
     n: int
     seed: int | None
@@ -93,6 +95,12 @@ class Call:
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continues: bool = False
+    """Whether the answer continues a chat's last message."""
+    includes_stop: bool = False
+    """Whether the answer ends with its stop string."""
+    keeps_tokens: int | None = None
+    """Number of a prompt's last tokens that are kept; -1 = as many as leave room for the answer."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     grammar_spec: GrammarSpec | None = None
     """The grammar that the answer is bound to, as the client wrote it."""
@@ -120,6 +128,13 @@ class Call:
         return self.n * (1 if self.chat else len(self.prompts))
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_MEDIA = {"image": "images", "audio": "sound", "video": "videos", "file": "files", "document": "documents"}
+"""Names of what cannot be read, by a word in its type."""
+_UNKNOWN_FIELD = "Object contains unknown field `"
+_FIELD_MARKERS = {_UNKNOWN_FIELD: "unknown_parameter", "Object missing required field `": "missing_required_parameter"}
+"""Beginnings of the decoder's messages that name a field, each with OpenAI's code."""
+
 B = TypeVar("B")
 T = TypeVar("T")
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
@@ -143,14 +158,15 @@ class RequestParser:
     def chat(self, data: bytes, headers: Mapping[str, str]) -> Call:
         return parse_chat(data, headers, self.config, self.served.card, self.served.tool_format)
 
-    def chat_call(self, body: ChatBody, headers: Mapping[str, str]) -> Call:
-        """Parse a chat that was converted from another API's body."""
-        return chat_call(body, headers, self.config, self.served.card, self.served.tool_format)
+    def chat_call(self, body: ChatBody, headers: Mapping[str, str], switches: Sequence[str]) -> Call:
+        """Parse a chat that was converted from another API's body. `switches`: that body's fields about reasoning,
+        noted as ignored where the model has none to switch."""
+        return chat_call(body, headers, self.config, self.served.card, self.served.tool_format, switches)
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
     refuse_shape(data, config, chat=False)
-    body = decode(_completion_decoder, data)
+    body = decode(_completion_decoder, data, config)
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
@@ -173,16 +189,28 @@ def parse_chat(
     tool_format: AnswerFormat | None = None,
 ) -> Call:
     refuse_shape(data, config, chat=True)
-    return chat_call(decode(_chat_decoder, data), headers, config, card, tool_format)
+    return chat_call(decode(_chat_decoder, data, config), headers, config, card, tool_format)
 
 
 def chat_call(
-    body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: AnswerFormat | None
+    body: ChatBody,
+    headers: Mapping[str, str],
+    config: GatewayConfig,
+    card: ModelCard,
+    tool_format: AnswerFormat | None,
+    switches: Sequence[str] | None = None,
 ) -> Call:
-    """Parse a chat's body. `tool_format`: how the model writes answers; None without a template. Raises
-    `RequestError`."""
+    """Parse a chat's body. `tool_format`: how the model writes answers; None without a template. `switches` as in
+    `Parser.chat_call`; None: the body's own. Raises `RequestError`."""
     messages = read_messages(body.messages)
     _refuse_unsupported_chat_options(body)
+    if switches is None:
+        switches = () if body.reasoning_effort in (None, "none") else ("reasoning_effort",)
+    if tool_format is None or not tool_format.reasons:
+        for name in switches:
+            note(name)
+    if body.continue_final_message:
+        _check_continued(messages[-1], body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
@@ -205,10 +233,18 @@ def chat_call(
         answer=answer,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        continues=bool(body.continue_final_message),
         template_variables=variables,
     )
     return _call(body, headers, config, card, own)
+
+
+def _check_continued(last: Mapping[str, Any], body: ChatBody) -> None:
+    if body.add_generation_prompt:
+        raise _refused("continue_final_message", "add_generation_prompt begins an answer of its own")
+    if last.get("tool_calls"):
+        raise _refused("continue_final_message", "the last message ends with calls, which have no more text")
 
 
 def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -224,24 +260,44 @@ def check_model(model: str | None, card: ModelCard) -> None:
             f"The model `{printable(model)}` does not exist; this server serves {card.listed}.",
             status=404,
             param="model",
+            code="model_not_found",
         )
 
 
-def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
+def decode(decoder: msgspec.json.Decoder[B], data: bytes, config: GatewayConfig) -> B:
+    """Decode a body. What is unknown in it is left out and noted, or refused. Raises `RequestError`."""
     try:
-        return decoder.decode(data)
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith(_UNKNOWN_FIELD):
+                raise
+            unknown: dict[str, str] = {}
+            known = without_unknown(data, cast("type[msgspec.Struct]", decoder.type), unknown)
+            if config.unknown_fields == "refuse":
+                raise _refused_field(str(error), next(iter(unknown.values()), "")) from error
+            decoded = decoder.decode(known)
+            for name, meant in unknown.items():
+                note(name, meant)
+            return decoded
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `")  # "$.messages[0]`", or "key` in `$.metadata`"
-        param = path.rstrip("`").rpartition("$")[2].lstrip(".")
-        for marker in ("Object contains unknown field `", "Object missing required field `"):
-            if text.startswith(marker):
-                name = text[len(marker) :].rstrip("`")
-                param = f"{param}.{name}" if param else name
-        raise RequestError(f"{param}: {text}" if param else text, param=param or None) from error
+        raise _refused_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise _no_json(error) from error
     except RecursionError as error:
         raise RequestError("The body is nested too deeply.") from error
+
+
+def _refused_field(problem: str, meant: str = "") -> RequestError:
+    """Return the error of a body that has not the form of its struct; `problem` is the decoder's."""
+    text, _, path = problem.partition(" - at `")  # "$.messages[0]`", or "key` in `$.metadata`"
+    param, code = path.rstrip("`").rpartition("$")[2].lstrip("."), None
+    for marker, its_code in _FIELD_MARKERS.items():
+        if text.startswith(marker):
+            name, code = text[len(marker) :].rstrip("`"), its_code
+            param = f"{param}.{name}" if param else name
+    hint = f"; did you mean `{meant}`?" if meant else ""
+    return RequestError(f"{param}: {text}{hint}" if param else text, param=param or None, code=code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +312,7 @@ class _Own:
     echo: bool = False
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continues: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolUse | None = None
     answer: GrammarSpec | None = None
@@ -304,6 +361,7 @@ def _call(
         shows_logprobs=own.logprobs >= 0,
         returned_choices=returned,
         max_tokens=own.max_tokens,
+        max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         min_tokens=min_tokens,
         n=n,
         seed=body.seed,
@@ -324,6 +382,9 @@ def _call(
         return_token_ids=bool(body.return_token_ids),
         add_special_tokens=own.add_special_tokens,
         add_generation_prompt=own.add_generation_prompt,
+        continues=own.continues,
+        includes_stop=bool(body.include_stop_str_in_output),
+        keeps_tokens=body.truncate_prompt_tokens,
         template_variables=own.template_variables,
         grammar_spec=wanted,
         tools=own.tools,
@@ -479,7 +540,9 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role is missing.", param=f"{where}.role")
+        raise RequestError(f"{where}.role is missing.", param=f"{where}.role", code="missing_required_parameter")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role: {printable(role)!r} is none of {', '.join(ROLES)}.", param=f"{where}.role")
     for key in ("function_call", "audio"):
         if message.get(key):
             raise _refused(f"{where}.{key}", "not supported in messages")
@@ -511,12 +574,20 @@ def _text_part(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
-        shown = printable(kind) if isinstance(kind, str) else "none"
-        raise RequestError(f"{where}: only parts of type 'text' can be answered, this one's is {shown!r}.", param=where)
+        raise no_text(where, kind if isinstance(kind, str) else "none")
     text = part.get("text")
     if not isinstance(text, str):
         raise RequestError(f"{where}.text must be a text.", param=f"{where}.text")
     return text
+
+
+def no_text(where: str, kind: str) -> RequestError:
+    """Return the error of a part of a message that is no text."""
+    what = next((name for mark, name in _MEDIA.items() if mark in kind), "")
+    why = f"{what} cannot be read here, as the model is served for text alone; " if what else ""
+    return RequestError(
+        f"{where}: {why}only parts of type 'text' can be answered, this one's is {printable(kind)!r}.", param=where
+    )
 
 
 def _refuse_unsupported_chat_options(body: ChatBody) -> None:
@@ -526,9 +597,11 @@ def _refuse_unsupported_chat_options(body: ChatBody) -> None:
         raise _refused("function_call", "not supported; its successor tool_choice is")
     if body.modalities not in (None, [], ["text"]):
         raise _refused("modalities", "only text is produced")
-    for name in ("audio", "web_search_options", "verbosity"):
+    for name in ("audio", "web_search_options"):
         if getattr(body, name) is not None:
             raise _refused(name, "not supported")
+    if body.verbosity is not None:
+        note("verbosity")
 
 
 def _refused(param: str, reason: str) -> RequestError:
@@ -564,7 +637,8 @@ def _of_response_format(spec: ResponseFormat | None) -> list[GrammarSpec]:
                 raise RequestError(
                     "response_format.json_schema.schema is missing.", param="response_format.json_schema.schema"
                 )
-            return [_schema(spec.json_schema.schema, "response_format.json_schema.schema")]
+            closes = spec.json_schema.strict is not False
+            return [_schema(spec.json_schema.schema, "response_format.json_schema.schema", closes=closes)]
         case other:
             raise RequestError(
                 f"response_format.type: {other[:100]!r} is none of 'text', 'json_object' and 'json_schema'.",
@@ -594,7 +668,7 @@ def _of_parts(
     return found + [GrammarSpec(kind, content, f"{prefix}{kind}") for kind, content in parts if content is not None]
 
 
-def _schema(schema: Any, param: str) -> GrammarSpec:
+def _schema(schema: Any, param: str, *, closes: bool = True) -> GrammarSpec:
     """Read a schema, or its text, as vLLM does."""
     if isinstance(schema, str):
         try:
@@ -603,7 +677,7 @@ def _schema(schema: Any, param: str) -> GrammarSpec:
             raise RequestError(f"{param}: the text is not valid JSON: {error}", param=param) from error
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{param} must be a JSON schema: an object, true or false.", param=param)
-    return GrammarSpec("json_schema", schema, param)
+    return GrammarSpec("json_schema" if closes else "open_json_schema", schema, param)
 
 
 def _without_white_space(wanted: GrammarSpec) -> GrammarSpec:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from cohort.common.config import GatewayConfig
-from cohort.common.errors import RequestError
+from cohort.common.errors import TOO_LONG, RequestError
 from cohort.services.gateway.http.bodies import TokenId
 from cohort.services.gateway.requests.model_card import ModelCard
 
@@ -71,6 +71,7 @@ def _refuse_too_many(ids: bytes, card: ModelCard) -> None:
             f"This model's maximum context length is {card.max_model_len} tokens, but the prompt alone has "
             f"{count} tokens.",
             param="prompt",
+            code=TOO_LONG,
         )
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
-from cohort.services.gateway.http.bodies import ChatBody, NamedToolChoice, Tool
+from cohort.services.gateway.http.bodies import AllowedToolChoice, AllowedTools, ChatBody, NamedToolChoice, Tool
 from cohort.services.gateway.requests.call_grammars import Function, bound
 from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.text.grammar_process import GrammarSpec
@@ -60,6 +60,9 @@ def tool_use(body: ChatBody, format_: AnswerFormat | None, answer: GrammarSpec |
             "tools: this model's chat template has calls of tools in a form that is not read here.", param="tools"
         )
     parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, AllowedToolChoice):
+        tools, functions = _allowed(choice.allowed_tools, tools, functions)
+        choice = choice.allowed_tools.mode
     match choice:
         case None | "auto":
             callable_ = functions if answer is not None else []
@@ -69,9 +72,7 @@ def tool_use(body: ChatBody, format_: AnswerFormat | None, answer: GrammarSpec |
             callable_ = [function for function in functions if function.name == choice.function.name]
             parallel, answer = False, None
             if not callable_:
-                raise RequestError(
-                    f"tool_choice: there is no tool named {choice.function.name[:100]!r}.", param="tool_choice"
-                )
+                raise _no_such_tool(choice)
         case other:
             raise RequestError(
                 f"tool_choice: {str(other)[:100]!r} is none of 'auto', 'required', 'none' and a function.",
@@ -145,6 +146,22 @@ def with_tools(
     return list(messages), {"tools": list(tools)} if tools else {}
 
 
+def _allowed(
+    allowed: AllowedTools, tools: Sequence[Tool], functions: Sequence[Function]
+) -> tuple[list[Tool], list[Function]]:
+    """Return the tools that may be called, in their own order. Raises `RequestError`."""
+    names = {choice.function.name for choice in allowed.tools}
+    known = {function.name for function in functions}
+    if unknown := next((choice for choice in allowed.tools if choice.function.name not in known), None):
+        raise _no_such_tool(unknown)
+    kept = [(tool, function) for tool, function in zip(tools, functions, strict=True) if function.name in names]
+    return [tool for tool, _ in kept], [function for _, function in kept]
+
+
+def _no_such_tool(choice: NamedToolChoice) -> RequestError:
+    return RequestError(f"tool_choice: there is no tool named {choice.function.name[:100]!r}.", param="tool_choice")
+
+
 def _function(index: int, tool: Tool) -> Function:
     function, where = tool.function, f"tools[{index}].function"
     if not _NAME.fullmatch(function.name):
@@ -152,7 +169,11 @@ def _function(index: int, tool: Tool) -> Function:
             f"{where}.name: a name has 1 to 64 letters, digits, dots, dashes and underscores.", param=f"{where}.name"
         )
     parameters = function.parameters
-    return Function(function.name, {"type": "object", "properties": {}} if parameters is None else parameters)
+    return Function(
+        function.name,
+        {"type": "object", "properties": {}} if parameters is None else parameters,
+        function.strict is not False,
+    )
 
 
 def as_prompted(tool: Tool) -> dict[str, Any]:

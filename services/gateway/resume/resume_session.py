@@ -109,6 +109,8 @@ class Session:
     """Whether the database has the stream, so that another gateway can resume it."""
     token_announced: bool = False
     """Whether the client knows the token."""
+    background: bool = False
+    """Whether it goes on until its end without a client, however long; its token is its answer's id."""
     over: bool = False
     drain_task: asyncio.Task[None] | None = None
     expiry: asyncio.TimerHandle | None = None

@@ -25,9 +25,13 @@ from cohort.common.sqlite_file import opened, transaction
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.generation.delta import Delta, StreamKind
 
-VERSION = 3
-_UPGRADES = {1: "", 2: "UPDATE streams SET charged = charged << 40"}
-"""1 knew only chunks; 2 had a flag in `charged`: 1 becomes more tokens than any stream has."""
+VERSION = 4
+_UPGRADES = {
+    1: "",
+    2: "UPDATE streams SET charged = charged << 40",
+    3: "ALTER TABLE streams ADD COLUMN background INTEGER NOT NULL DEFAULT 0",
+}
+"""1 knew only chunks; 2 had a flag in `charged`: 1 becomes more tokens than any stream has; 3 knew no background."""
 ROW_BYTES = 1024
 """Bytes counted for each stream besides its content."""
 GONE_S = 3600.0
@@ -43,7 +47,8 @@ CREATE TABLE streams (
     bytes INTEGER NOT NULL,
     charged INTEGER NOT NULL DEFAULT 0,
     record BLOB,
-    ending BLOB
+    ending BLOB,
+    background INTEGER NOT NULL DEFAULT 0
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX streams_by_time ON streams (expires_s);
 CREATE TABLE said (
@@ -133,6 +138,7 @@ class ResumeStore:
         expires_s: float,
         max_bytes: int,
         max_owner_bytes: int,
+        background: bool = False,
     ) -> bool:
         """Add a stream. Return False if it exceeds all streams' or its owner's space."""
         data = _encode(record)
@@ -145,9 +151,9 @@ class ResumeStore:
             if used + size > max_bytes or own + size > max_owner_bytes:
                 return False
             self._db.execute(
-                "INSERT INTO streams (token, owner, holder, state, expires_s, bytes, record) "
-                "VALUES (?, ?, ?, 'open', ?, ?, ?)",
-                (token, owner, holder, expires_s, size, data),
+                "INSERT INTO streams (token, owner, holder, state, expires_s, bytes, record, background) "
+                "VALUES (?, ?, ?, 'open', ?, ?, ?, ?)",
+                (token, owner, holder, expires_s, size, data, background),
             )
         return True
 
@@ -221,6 +227,21 @@ class ResumeStore:
                 "ORDER BY expires_s DESC LIMIT -1 OFFSET ?)",
                 (MAX_GONE,),
             )
+
+    def left(self, until_s: float) -> list[tuple[str, str]]:
+        """Return token and owner of open streams in the background without a holder, or whose holder has not extended
+        them beyond `until_s`."""
+        return self._db.execute(
+            "SELECT token, owner FROM streams WHERE state = 'open' AND background AND (holder = '' OR expires_s < ?)",
+            (until_s,),
+        ).fetchall()
+
+    def record(self, token: str, owner: str) -> StreamRecord | None:
+        """Return the request of an owner's open stream, whoever holds it."""
+        row = self._db.execute(
+            "SELECT record FROM streams WHERE token = ? AND owner = ? AND state = 'open'", (token, owner)
+        ).fetchone()
+        return None if row is None else _decode_record(row[0])
 
     def length(self, token: str, owner: str) -> int:
         """Return the bytes that a claim reads; 0 if this owner has no such stream."""

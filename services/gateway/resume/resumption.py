@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, assert_never
 from weakref import WeakValueDictionary
@@ -81,6 +81,7 @@ class Resumption:
         self._clock = generator.context.clock
         self._log = log = generator.context.log
         self._holder_id = uuid.uuid4().hex  # of this gateway process, in the store
+        self._database = database
         self._journal = Journal(database, self._holder_id, self._on_lost, log)
         self._sessions: dict[str, Session] = {}
         self._resume_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by stream, one at a time
@@ -102,26 +103,58 @@ class Resumption:
 
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Answer as `Generator.serve`, with a stream that can be resumed."""
-        session, writer = await self._accept(endpoint, request)
-        return await self._read(request, session, session.answering, writer)
-
-    async def _accept(self, endpoint: Endpoint, request: web.Request) -> tuple[Session, Writer]:
-        resume_log, token = ResumeLog(), secrets.token_urlsafe(16)
         async with self._generator.arriving(request) as body:
             api_request = await endpoint.read(body, request.headers)
             check_resumable(request.headers[RESUME_HEADER], api_request.call)
-            answering = await self._generator.begin(api_request.call, len(body.data), body.caller, resume_log)
-            api_request.accepted(answering.call)
+            session, writer = await self._begin(endpoint, request.headers, body, api_request)
+        return await self._read(request, session, session.answering, writer)
+
+    async def begin_background(
+        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: ApiRequest
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Begin an answer that needs no client. Return the function that answers its request: with its events, or with
+        what is known of it now. Raises `RequestError`, also where its output cannot be written down."""
+        session, writer = await self._begin(endpoint, headers, body, api_request)
+        if not session.journaled:
+            self._end(session, "discarded")
+            raise RequestError(
+                "background: the server has no space now to keep such an answer. Please retry later.",
+                status=503,
+                type_="server_error",
+                param="background",
+                retry_after_s=1.0,
+            )
+        session.token_announced = True
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            answering = session.answering
+            if answering.call.stream:
+                return await self._read(request, session, answering, writer)
+            self._start_drain(session)
+            pending = api_request.pending(answering.base_id, answering.created_s)
+            return web.Response(body=pending, content_type="application/json")
+
+        return answer
+
+    async def _begin(
+        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: ApiRequest
+    ) -> tuple[Session, Writer]:
+        resume_log = ResumeLog()
+        answering = await self._generator.begin(api_request.call, len(body.data), body.caller, resume_log)
+        api_request.accepted(answering.call)
+        background_id = api_request.background_id(answering.base_id, answering.created_s)
+        token = background_id or secrets.token_urlsafe(16)
         caller, requests = body.caller, [entry.request for entry in answering.generation.entries]
         session = Session(
             token, digest_of(token), caller.owner, resume_log, answering, requests, caller.lease, endpoint, api_request
         )
+        session.background = bool(background_id)
         self._hold_lease(session)
         try:
             nothing_seen = parse_last_event_id(endpoint.kind, len(requests), "")
             writer = resuming_writer(answering, api_request.writer(answering), {}, nothing_seen)
             resume_log.reader = answering.outlet
-            session.journaled = await self._store(session, body.data, request.headers)
+            session.journaled = await self._store(session, body.data, headers)
         except BaseException:
             session.journaled = True  # perhaps: a cancelled insert may still commit, and `_finalize` deletes it then
             self._end(session, "discarded")
@@ -162,6 +195,7 @@ class Resumption:
                     expires_s=self._expires_s(),
                     max_bytes=max_bytes,
                     max_owner_bytes=int(max_bytes * self._owners.share),
+                    background=session.background,
                 )
             )
         except DISK_ERRORS as error:
@@ -206,12 +240,15 @@ class Resumption:
             self._start_drain(session)
 
     def _start_drain(self, session: Session) -> None:
-        """Continue a stream without a client for up to `resume_s`. A task reads in the client's place: it renders the
-        answer from its start, which finds stop strings and stores the response, and discards the events."""
+        """Continue a stream without a client for up to `resume_s`, one in the background to its end. A task reads in
+        the client's place: it renders the answer from its start, which finds stop strings and stores the response, and
+        discards the events."""
         nothing_seen = parse_last_event_id(session.endpoint.kind, len(session.requests), "")
         answering, writer = self._attach_reader(session, nothing_seen)
         session.drain_task = asyncio.create_task(self._drain(session, answering, writer), name="drain a stream")
-        session.expiry = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "discarded")
+        if not session.background:
+            loop = asyncio.get_running_loop()
+            session.expiry = loop.call_later(self._config.resume_s, self._end, session, "discarded")
 
     async def _drain(self, session: Session, answering: Answering, writer: Writer) -> None:
         try:
@@ -282,6 +319,8 @@ class Resumption:
                 ending = Ending(cached, completed_at=api_request.completed_at, kept=bool(api_request.answer_stored))
                 if (error := session.resume_log.error) is not None:
                     ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
+                    if session.background:
+                        await api_request.keep_failure(session.answering.base_id, session.answering.created_s, error)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, expires_s))
             case "released":
                 used = session.used()
@@ -324,16 +363,65 @@ class Resumption:
         """Run sweeps until cancelled."""
         while True:
             await asyncio.sleep(max(0.05, self._config.resume_s / 4))
-            if self._journal.opened:
+            if self._config.resume_s and (self._journal.opened or self._database.is_file()):
                 try:
                     await self._sweep()
+                    await self._adopt()
                 except DISK_ERRORS as error:
                     self._journal.log_failure(error)
 
+    async def _adopt(self) -> None:
+        """Continue streams in the background whose gateway has stopped: it has released them, or not extended them
+        when it should have."""
+        overdue_s = self._now_s() + self._config.resume_s / 2
+        for digest, owner in await self._journal.run(lambda store: store.left(overdue_s)):
+            if digest in self._sessions or digest in self._finalizing:
+                continue
+            try:
+                async with self._resume_locks.setdefault(digest, asyncio.Lock()):
+                    self._start_drain(await self._claim_session(digest, owner))
+            except RequestError as error:  # no worker yet, perhaps: it is tried again until it expires
+                self._log.warning("an answer in the background cannot go on now", reason=error.message)
+
+    async def _claim_session(self, digest: str, owner: str) -> Session:
+        with self._generator.bodies.holding() as take:
+            take(await self._run_or_refuse(lambda store: store.length(digest, owner)))
+            claim = await self._claim(digest, owner)
+            endpoint, api_request = await self._reparse(claim.record, claim.ending, owner)
+        record = claim.record
+        try:
+            token = api_request.background_id(record.base_id, record.created_s)
+            return self._continue(endpoint, api_request, claim, token, owner)
+        except RequestError:
+            holder, expires_s, charged = self._holder_id, self._expires_s(), claim.charged
+            await self._journal.run(lambda store: store.release(digest, holder, expires_s, charged))
+            raise
+
+    async def find_background(self, answer_id: str, owner: str) -> tuple[ApiRequest, str, float] | None:
+        """Return the request of an answer that has not ended, with its `base_id` and `created_s`; None if there is
+        none of this owner."""
+        digest = digest_of(answer_id)
+        if (session := self._sessions.get(digest)) is not None:
+            answering = session.answering
+            mine = session.background and session.owner == owner
+            return (session.api_request, answering.base_id, answering.created_s) if mine else None
+        if not self._journal.opened and not self._database.is_file():
+            return None
+        with self._generator.bodies.holding() as take:
+            take(await self._run_or_refuse(lambda store: store.length(digest, owner)))
+            record = await self._run_or_refuse(lambda store: store.record(digest, owner))
+            if record is None or record.model != self._model:
+                return None
+            _, api_request = await self._reparse(record, None, owner)
+        return api_request, record.base_id, record.created_s
+
     async def resume(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v1/streams/TOKEN with `Last-Event-ID`: what followed that event, and what is still to come."""
-        token, owner = request.match_info["id"], request[OWNER]
-        digest, last_event_id = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
+        return await self.follow(request, request.match_info["id"], request.headers.get(LAST_EVENT_HEADER, ""))
+
+    async def follow(self, request: web.Request, token: str, last_event_id: str) -> web.StreamResponse:
+        """Answer with the events after this one. Raises `RequestError`."""
+        owner, digest = request[OWNER], digest_of(token)
         async with self._resume_locks.setdefault(digest, asyncio.Lock()):
             if (finalizing := self._finalizing.get(digest)) is not None:
                 await asyncio.wait([finalizing])
@@ -347,7 +435,7 @@ class Resumption:
                 with self._generator.bodies.holding() as take:
                     take(await self._run_or_refuse(lambda store: store.length(digest, owner)))
                     claim = await self._claim(digest, owner)
-                    endpoint, api_request = await self._reparse(claim, owner)
+                    endpoint, api_request = await self._reparse(claim.record, claim.ending, owner)
                 seen = parse_last_event_id(endpoint.kind, len(claim.record.requests), last_event_id)
                 if claim.ending is not None:
                     answering, writer = self._replay_finished(api_request, claim, claim.ending, seen)
@@ -367,9 +455,8 @@ class Resumption:
         finally:
             answering.reserved.release()
 
-    async def _reparse(self, claim: Claim, owner: str) -> tuple[Endpoint, ApiRequest]:
+    async def _reparse(self, record: StreamRecord, ending: Ending | None, owner: str) -> tuple[Endpoint, ApiRequest]:
         """Parse a stored request again. Raises `RequestError`."""
-        record, ending = claim.record, claim.ending
         endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
         body = Body(record.body, Caller(owner, "", self._clock.now_s()), parse_context=record.beside)
         api_request = await endpoint.read(body, record.headers)
@@ -380,7 +467,12 @@ class Resumption:
 
     async def cancel(self, request: web.Request) -> web.Response:
         """Answer DELETE /v1/streams/TOKEN: end the stream."""
-        digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._now_s()
+        await self.cancel_stream(request.match_info["id"], request[OWNER])
+        return web.Response(status=204)
+
+    async def cancel_stream(self, token: str, owner: str) -> None:
+        """End a stream, here or on another gateway. Raises a 404 `RequestError`."""
+        digest, now_s = digest_of(token), self._now_s()
         session = self._sessions.get(digest)
         if session is not None and session.owner == owner:
             fail_reader(session.answering, cancelled_error())
@@ -389,7 +481,6 @@ class Resumption:
             cancelled = await self._run_or_refuse(lambda store: store.cancel(digest, owner, now_s))
             if not cancelled:
                 raise unknown_error()
-        return web.Response(status=204)
 
     async def _claim(self, digest: str, owner: str) -> Claim:
         expires_s, now_s = self._expires_s(), self._now_s()
@@ -487,6 +578,7 @@ class Resumption:
         output_tokens = sum(len(delta.tokens) for delta in deltas.values())
         session = Session(token, digest_of(token), owner, resume_log, answering, requests, lease, endpoint, api_request)
         session.charged_tokens = claim.charged
+        session.background = bool(api_request.background_id(record.base_id, record.created_s))
         session.journaled = session.token_announced = session.client_may_be_ahead = True  # if its disk failed
         self._hold_lease(session)
         self._sessions[session.digest] = session

@@ -21,6 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.json_files import MOST_BYTES
 
+_MARK = "ContinueThisMessageHere "
+"""Last word of a message to be continued; its space shows whether the template cuts white space off."""
+
 
 class ChatTemplate:
     """A compiled template. `special_tokens` (bos_token, eos_token …) are visible to it by name."""
@@ -52,6 +55,24 @@ class ChatTemplate:
             raise RequestError(
                 f"The model's chat template failed on the messages: {type(error).__name__}: {error}", param="messages"
             ) from error
+
+
+def to_be_continued(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Mark the end of the last message's text, which `up_to_continuation` finds in what the template made of it."""
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
+
+
+def up_to_continuation(text: str) -> str:
+    """Return a rendered chat up to the end of its last message, as transformers does: a template that cuts white space
+    off cuts it here too. Raises `RequestError` for one that does not write that message."""
+    end = text.rfind(_MARK.rstrip())
+    if end < 0:
+        raise RequestError(
+            "continue_final_message: the model's chat template does not write this last message, so that nothing can "
+            "continue it.",
+            param="continue_final_message",
+        )
+    return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
 
 
 def load_template_source(model_dir: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

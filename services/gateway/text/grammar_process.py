@@ -10,6 +10,7 @@ Called by `generator.py`; the process starts with the first grammar.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from cohort.common import grammar
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.grammar import MASK_S, MASKS, GrammarError, GrammarTokens, Matcher
 from cohort.services.gateway import bounds
+from cohort.services.gateway.http.ignored_fields import note
 from cohort.services.gateway.text.bounded_process import (
     ANSWER,
     REFUSED,
@@ -37,15 +39,18 @@ from cohort.services.gateway.text.bounded_process import (
     short,
 )
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+GrammarKind = Literal["json_schema", "open_json_schema", "regex", "choice", "grammar", "lark"]
 
+_UNIQUE = re.compile(rb'\\*"uniqueItems\\*": ?true')
+"""Keyword of a schema, or of one within the text of a grammar of tools, that a grammar leaves out."""
 _START_CPU_S = 20.0
 # Less than the threads of a worker have: what fits here fits there.
 _STACK_BYTES = 1 << 20
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """Structure of an answer as the client wrote it, and its field (`param`). `lark` is the gateway's own."""
+    """Structure of an answer as the client wrote it, and its field (`param`). Objects of an `open_json_schema` take
+    properties that it does not name; `lark` is the gateway's own."""
 
     kind: GrammarKind
     content: Any
@@ -69,6 +74,8 @@ class GrammarCompiler:
             raise RequestError(
                 f"{wanted.param} has {len(question)} bytes, but at most {most} are taken.", param=wanted.param
             )
+        if _UNIQUE.search(question):
+            note("uniqueItems")
         known = self._passed.get(question)
         if known is not None:
             self._passed.move_to_end(question)
@@ -106,6 +113,8 @@ def text_of(kind: GrammarKind, content: Any) -> str:
     match kind:
         case "json_schema":
             return grammar.of_json_schema(content)
+        case "open_json_schema":
+            return grammar.of_json_schema(content, closes=False)
         case "regex":
             return grammar.of_regex(content)
         case "choice":

@@ -29,10 +29,10 @@ from typing import Any, Protocol, TypeVar
 
 import tokenizers
 
-from cohort.common.errors import ModelError, RequestError
+from cohort.common.errors import TOO_LONG, ModelError, RequestError
 from cohort.common.json_files import read_json_object
 from cohort.services.gateway.text import text_budget
-from cohort.services.gateway.text.chat_template import load_template_source
+from cohort.services.gateway.text.chat_template import load_template_source, to_be_continued, up_to_continuation
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
 from cohort.services.gateway.text.text_budget import TextBudget
 
@@ -53,7 +53,7 @@ class PromptTooLong(RequestError):
     """Error of a prompt that exceeds its limit however it is cut; it has at least `least` tokens."""
 
     def __init__(self, message: str, *, least: int = 0, param: str | None = None) -> None:
-        super().__init__(message, param=param)
+        super().__init__(message, param=param, code=TOO_LONG)
         self.least = least
 
 
@@ -153,12 +153,18 @@ class Tokenizer:
         variables: Mapping[str, Any],
         limit: int,
         owner: str,
+        continues: bool = False,
     ) -> str:
-        """Return the messages, rendered in the turn of their owner. Raises `RequestError`, also for hopelessly long
-        ones."""
+        """Return the messages, rendered in the turn of their owner; `continues` ends them within the last. Raises
+        `RequestError`, also for hopelessly long ones."""
         text = await self._renderer().render_soon(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables, owner=owner
+            to_be_continued(messages) if continues else messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            owner=owner,
         )
+        if continues:
+            text = up_to_continuation(text)
         self.refuse_too_long(text, limit, "messages")
         return text
 

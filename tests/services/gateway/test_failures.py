@@ -151,7 +151,7 @@ async def test_an_error_before_the_first_token_is_a_status(site: Site) -> None:
         "gateway", Refused(Attempt(site.manager.submitted[0].request_id, 0), 503, "no worker could hold it")
     )
     status, body = await asking
-    assert (status, body["error"]["message"], body["error"]["code"]) == (503, "no worker could hold it", 503)
+    assert (status, body["error"]["message"], body["error"]["code"]) == (503, "no worker could hold it", "503")
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_a_proper_end(open_site: OpenSite) -> None:
@@ -164,7 +164,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_a_proper_end(open_site: Op
         )
         *_, error, done = await asking
         assert done == "[DONE]"
-        assert (error["error"]["code"], "device lost" in error["error"]["message"]) == (500, True)
+        assert (error["error"]["code"], "device lost" in error["error"]["message"]) == ("500", True)
         await eventually(site.nothing_left)
 
 
@@ -195,7 +195,7 @@ async def test_a_full_queue_answers_429_with_retry_after(open_site: OpenSite) ->
             assert response.status == 429
             assert response.headers["Retry-After"] == "1"
             body = await response.json()
-        assert (body["error"]["code"], body["error"]["type"]) == (429, "rate_limit_error")
+        assert (body["error"]["code"], body["error"]["type"]) == ("rate_limit_exceeded", "rate_limit_error")
         for task in waiting:
             task.cancel()
         await eventually(site.nothing_left)
@@ -234,7 +234,7 @@ async def test_a_request_cut_off_by_the_end_of_the_drain_is_told_so(open_site: O
         await eventually(lambda: any(entry.output for entry in site.gateway.streams.ledger.entries()))
         site.context.stopping.set()
         *_, error, done = await stream
-        assert (error["error"]["code"], done) == (503, "[DONE]")
+        assert (error["error"]["code"], done) == ("503", "[DONE]")
 
 
 async def test_without_a_manager_it_lives_waits_and_says_why_it_is_not_ready(open_site: OpenSite) -> None:
@@ -313,5 +313,5 @@ async def test_a_defect_in_mid_stream_is_an_event_too(open_site: OpenSite, monke
 
         monkeypatch.setattr(shape, "chunk", breaks)
         *_, error, done = await site.stream("/v1/completions", LONG)
-        assert (error["error"]["code"], "secret" in str(error), done) == (500, False, "[DONE]")
+        assert (error["error"]["code"], "secret" in str(error), done) == ("500", False, "[DONE]")
         await eventually(site.nothing_left)

@@ -101,7 +101,6 @@ async def test_tokens_and_text(open_site: OpenSite) -> None:
         for path, body, param in (
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "x", **chat}, "prompt"),
-            ("/tokenize", {"prompt": "x", "surprise": 1}, "surprise"),
             ("/detokenize", {"tokens": [10**6]}, "tokens"),
             ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
         ):

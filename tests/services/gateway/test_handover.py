@@ -46,7 +46,7 @@ async def test_what_outlasts_the_drain_is_told_so(open_site: OpenSite) -> None:
         await begun(site)
         os.kill(os.getpid(), signal.SIGUSR1)
         *_, error, done = await stream
-        assert (error["error"]["code"], done) == (503, "[DONE]")
+        assert (error["error"]["code"], done) == ("503", "[DONE]")
 
 
 async def test_connections_wait_at_a_held_port(open_site: OpenSite, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ async def test_a_refusal_is_a_429_that_says_when_to_come_again(
         assert (response.status, response.headers["Retry-After"]) == (429, header)
         assert response.headers["Content-Type"].startswith("application/json")
         error = (await response.json())["error"]
-    assert (error["type"], error["code"]) == ("rate_limit_error", 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "3.25 s" in error["message"] and "0.5 s" in error["message"]
     await eventually(site.nothing_left)
     text = await metrics_of(site)
@@ -104,7 +104,7 @@ async def test_a_refusal_beside_a_choice_that_streams_is_an_event(open_site: Ope
         await asyncio.sleep(0.02)
         refuse(site, second)
         *_, error, done = await asking
-        assert (error["error"]["code"], done) == (429, "[DONE]")
+        assert (error["error"]["code"], done) == ("rate_limit_exceeded", "[DONE]")
         await eventually(site.nothing_left)
         assert first.request_id in {attempt.request_id for attempt in site.manager.cancelled}
 

@@ -137,7 +137,7 @@ async def test_a_grammar_that_a_worker_ends_is_the_clients_error_of_its_field(op
             ended = TokenUpdate(attempt, entry.known, finish=FinishReason.FAILED, error="too dear", is_clients=True)
             site.manager.workers[0].send([ended])
             error = (await asking)[-2 if stream else 1]["error"]
-            assert (error["code"], error["type"]) == (400, "invalid_request_error") and "too dear" in error["message"]
+            assert (error["code"], error["type"]) == ("400", "invalid_request_error") and "too dear" in error["message"]
             assert error["param"].startswith(field)
             await eventually(site.nothing_left)
 

@@ -216,17 +216,14 @@ async def test_a_failure_in_mid_stream_is_told(open_site: OpenSite, monkeypatch:
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
-        ({"surprise": 1}, "surprise"),
         ({"temperature": 9}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 10_000}, "input"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
-        ({"background": True}, "background"),
         ({"reasoning": {"effort": 7}}, "reasoning.effort"),
         ({"truncation": "last"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"include": ["surprise"]}, "include[0]"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}}, "text.format.schema"),
@@ -240,7 +237,7 @@ async def test_a_failure_in_mid_stream_is_told(open_site: OpenSite, monkeypatch:
 async def test_what_is_wrong_is_named(site: Site, change: dict[str, Any], param: str) -> None:
     body = {key: value for key, value in {**ASK, **change}.items() if value is not None}
     status, answer = await site.post(PATH, body)
-    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, param, 400), answer
+    assert (status, answer["error"]["param"]) == (400, param), answer
     assert answer["error"]["type"] == "invalid_request_error"
     assert site.manager.submitted == []
 

@@ -153,7 +153,8 @@ async def test_requests_beyond_the_minute_are_refused_and_told_when(open_site: O
             assert (status, headers["x-ratelimit-limit-requests"]) == (200, "2")
             assert headers["x-ratelimit-remaining-requests"] == left
         status, headers, body = await post(site, alice)
-        assert (status, body["error"]["code"], body["error"]["type"]) == (429, 429, "rate_limit_error")
+        error = body["error"]
+        assert (status, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
         assert "requests_per_minute of key alice, class rt is 2" in body["error"]["message"]
         assert 1 <= int(headers["Retry-After"]) <= 30
         assert headers["x-ratelimit-remaining-requests"] == "0"

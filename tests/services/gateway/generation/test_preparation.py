@@ -20,6 +20,7 @@ CALL = Call(
     messages=[],
     sampling=SamplingParams(max_tokens=0, top_k=3),
     max_tokens=10,
+    max_tokens_field="max_tokens",
     min_tokens=0,
     n=1,
     seed=None,

@@ -20,7 +20,7 @@ from cohort.services.gateway.requests.model_card import ModelCard, SamplingDefau
 from cohort.services.gateway.requests.parsing import Call, parse_chat, parse_completion
 from tests.examples import examples
 
-CONFIG = GatewayConfig(max_waiting_requests=4)
+CONFIG = GatewayConfig(max_waiting_requests=4, unknown_fields="refuse")
 CARD = ModelCard("tiny", Path("/models/tiny"), 100, 50, (2,))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "Hi"}]
@@ -261,6 +261,7 @@ def test_completions_refuse(body: dict[str, Any], param: str) -> None:
         ({"messages": [3]}, "messages[...]"),
         ({"prompt": "x"}, "prompt"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "name": 3}]}, "messages[0].name"),

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
-from cohort.services.gateway.apis.messages_api_bodies import NAMES, CountTokensBody, MessagesBody, chat_of
+from cohort.services.gateway.apis.messages_api_bodies import NAMES, CountTokensBody, MessagesBody, chat_of, switches_of
 from cohort.services.gateway.apis.messages_api_events import Event, MessageWriter, Ping
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
@@ -72,7 +72,8 @@ class MessagesApi:
 
         def read(data: bytes) -> Call:
             refuse_shape(data, parser.config, chat=True)
-            return parser.chat_call(chat_of(decode(decoder, data, parser.config)), headers)
+            body = decode(decoder, data, parser.config)
+            return parser.chat_call(chat_of(body), headers, switches_of(body))
 
         return await parser.read(data, read)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
+from cohort.services.gateway.generation.tool_calls import stable_id
 
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
@@ -23,6 +24,7 @@ from cohort.services.gateway.apis.responses_api_bodies import (
     ResponsesBody,
     chat_of,
     items_of,
+    switches_of,
     without_oldest,
 )
 from cohort.services.gateway.apis.responses_api_events import (
@@ -39,7 +41,6 @@ from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import StreamKind
 from cohort.services.gateway.generation.generator import ApiRequest, Body, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
-from cohort.services.gateway.generation.tool_calls import stable_id
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
 from cohort.services.gateway.http.request_bodies import Take, refuse_shape
@@ -224,7 +225,7 @@ class ResponsesApi:
             )
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
-        call = self._generator.parser.chat_call(chat_of(body, items), headers)
+        call = self._generator.parser.chat_call(chat_of(body, items), headers, switches_of(body))
         return dataclasses.replace(call, truncates=body.truncation == "auto")
 
     async def ended(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.common import grammar
+from cohort.common import grammar, json_schemas
 from cohort.services.gateway.requests.formats import CHANNEL, CONSTRAIN, MESSAGE, START, AnswerFormat, Tags
 from cohort.services.gateway.text.grammar_process import GrammarSpec
 
@@ -22,10 +22,11 @@ _INDEX = "{index}"
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool. `parameters`: the JSON schema of its arguments."""
+    """A tool. `parameters`: the JSON schema of its arguments, whose objects close if `closes`."""
 
     name: str
     parameters: dict[str, Any]
+    closes: bool = True
 
 
 def bound(
@@ -52,9 +53,8 @@ def bound(
 
 def _form(answer: GrammarSpec) -> str:
     match answer.kind:
-        case "json_schema":
-            schema = answer.content
-            return f"%json {json.dumps(_bounded(schema) if isinstance(schema, dict) else schema)}"
+        case "json_schema" | "open_json_schema":
+            return f"%json {_bounded(answer.content, closes=answer.kind == 'json_schema')}"
         case "choice":
             return " | ".join(map(grammar.quoted, answer.content))
         case "regex":
@@ -85,7 +85,7 @@ def _calls(format_: AnswerFormat, functions: Sequence[Function], *, parallel: bo
 
 
 def _call(format_: AnswerFormat, index: int, function: Function) -> list[str]:
-    name, schema = function.name, _bounded(function.parameters)
+    name = function.name
     match format_.body:
         case "tags":
             assert format_.tags is not None
@@ -97,11 +97,12 @@ def _call(format_: AnswerFormat, index: int, function: Function) -> list[str]:
             header = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}"
             before, after = _literal(format_, header), ""
         case _ if format_.bare:
-            return [f"call{index}: %json {json.dumps(_bounded(_whole_call(format_, function)))}"]
+            return [f"call{index}: %json {_bounded(_whole_call(format_, function), closes=function.closes)}"]
         case _:
             before = grammar.quoted(f'{{"name": {json.dumps(name)}, {json.dumps(format_.key)}: ')
             after = grammar.quoted("}")
-    return [f"call{index}: {before} args{index} {after}", f"args{index}: %json {json.dumps(schema)}"]
+    arguments = _bounded(function.parameters, closes=function.closes)
+    return [f"call{index}: {before} args{index} {after}", f"args{index}: %json {arguments}"]
 
 
 def _whole_call(format_: AnswerFormat, function: Function) -> dict[str, Any]:
@@ -132,9 +133,7 @@ def _tagged(format_: AnswerFormat, tags: Tags, index: int, function: Function) -
                 rules.append(f"text{index}_{place}[suffix={grammar.quoted(end)}]: /(.|\\n)*/")
         else:
             whole = {"$defs": shared, **schema} if shared and isinstance(schema, dict) else schema
-            rules.append(
-                f"text{index}_{place}: %json {json.dumps(_bounded(whole) if isinstance(whole, dict) else whole)}"
-            )
+            rules.append(f"text{index}_{place}: %json {_bounded(whole, closes=function.closes)}")
             value = f"text{index}_{place} {_literal(format_, tags.value.end)}"
         rules.append(f'{rule}: {begin} {newline} {value} "\\n"')
         parts.append(rule if key in required else f"{rule}?")
@@ -156,6 +155,8 @@ def _literal(format_: AnswerFormat, text: str) -> str:
     return " ".join(found)
 
 
-def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    # As `grammar.of_json_schema` does it for a schema alone.
-    return {"x-guidance": {"whitespace_pattern": grammar.WHITE_SPACE}, **schema}
+def _bounded(schema: Any, *, closes: bool) -> str:
+    """Return a schema as JSON, bounded as `grammar.of_json_schema` does it for a schema alone."""
+    if not isinstance(schema, dict):
+        return json.dumps(schema)
+    return json.dumps(grammar.with_white_space(json_schemas.ending(schema, closes=closes)))

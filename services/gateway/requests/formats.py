@@ -94,6 +94,10 @@ class AnswerFormat:
         return self.body != "none" and not (self.body == "channels" and self.place == "text")
 
     @property
+    def reasons(self) -> bool:
+        return bool(self.reasoning) or self.body == "channels"
+
+    @property
     def call_mark_ids(self) -> frozenset[int]:
         """Tokens that must be readable in the text of an answer with calls although they are special ones."""
         return frozenset(self.ids.values())

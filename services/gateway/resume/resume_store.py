@@ -205,12 +205,13 @@ class ResumeStore:
                 self._empty(token, now_s)
         return not self._has_other_holder(token, holder)
 
-    def refresh(self, tokens: Sequence[str], holder: str, expires_s: float) -> None:
-        """Extend the expiry of open streams that `holder` generates."""
+    def refresh(self, tokens: Sequence[str], holder: str, expires_s: float, background_s: float) -> None:
+        """Extend the expiry of open streams that `holder` generates; of those in the background by another time."""
         with transaction(self._db):
             self._db.executemany(
-                "UPDATE streams SET expires_s = ? WHERE token = ? AND holder = ? AND state = 'open'",
-                [(expires_s, token, holder) for token in tokens],
+                "UPDATE streams SET expires_s = iif(background, ?, ?) "
+                "WHERE token = ? AND holder = ? AND state = 'open'",
+                [(background_s, expires_s, token, holder) for token in tokens],
             )
 
     def sweep(self, now_s: float) -> None:
@@ -231,10 +232,11 @@ class ResumeStore:
     def left(self, until_s: float) -> list[tuple[str, str]]:
         """Return token and owner of open streams in the background without a holder, or whose holder has not extended
         them beyond `until_s`."""
-        return self._db.execute(
+        rows = self._db.execute(
             "SELECT token, owner FROM streams WHERE state = 'open' AND background AND (holder = '' OR expires_s < ?)",
             (until_s,),
-        ).fetchall()
+        )
+        return [(token, owner) for token, owner in rows]
 
     def record(self, token: str, owner: str) -> StreamRecord | None:
         """Return the request of an owner's open stream, whoever holds it."""
@@ -253,7 +255,7 @@ class ResumeStore:
         return 0 if row is None else int(row[0])
 
     def claim(
-        self, token: str, owner: str, holder: str, *, now_s: float, expires_s: float
+        self, token: str, owner: str, holder: str, *, now_s: float, expires_s: float, background_s: float = 0.0
     ) -> Claim | Literal["gone"] | None:
         """Make `holder` the holder of an open stream, and return it. None if this owner has no such stream."""
         with transaction(self._db):
@@ -268,7 +270,8 @@ class ResumeStore:
                 return "gone"
             if state == "open":
                 self._db.execute(
-                    "UPDATE streams SET holder = ?, expires_s = ? WHERE token = ?", (holder, expires_s, token)
+                    "UPDATE streams SET holder = ?, expires_s = iif(background, ?, ?) WHERE token = ?",
+                    (holder, background_s, expires_s, token),
                 )
             rows = self._db.execute("SELECT data FROM said WHERE token = ? ORDER BY number", (token,)).fetchall()
         deltas: dict[int, Delta] = {}

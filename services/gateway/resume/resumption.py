@@ -192,7 +192,7 @@ class Resumption:
                     self._holder_id,
                     record,
                     output_bytes=max_output_bytes(session.requests),
-                    expires_s=self._expires_s(),
+                    expires_s=self._expires_s(background=session.background),
                     max_bytes=max_bytes,
                     max_owner_bytes=int(max_bytes * self._owners.share),
                     background=session.background,
@@ -327,6 +327,7 @@ class Resumption:
                 if session.lease is not None:  # a reader that still renders adds nothing to what is stored as charged
                     session.lease.replace_usage_source(lambda: used)
                 charged = session.charged_tokens + sum(used)
+                expires_s = self._expires_s(background=session.background)
                 return await self._journal.run(lambda store: store.release(digest, holder, expires_s, charged))
             case "discarded":
                 return await self._journal.run(lambda store: store.discard(digest, holder, now_s))
@@ -347,16 +348,18 @@ class Resumption:
         has passed since. A wall clock that is set an hour forward ends no stream, one that is set back keeps none."""
         return self._started_s + self._clock.now_s()
 
-    def _expires_s(self) -> float:
-        return self._now_s() + self._config.resume_s
+    def _expires_s(self, *, background: bool = False) -> float:
+        """Return when a stream expires that no gateway extends: one in the background waits for the next gateway."""
+        within_s = self._config.resume_s
+        return self._now_s() + (max(within_s, self._config.request_timeout_s) if background else within_s)
 
     async def _sweep(self) -> None:
         """Renew the expiry of this gateway's streams and discard expired ones, at most every `resume_s / 4`."""
         now_s = self._now_s()
         if now_s - self._swept_s >= self._config.resume_s / 4:
             self._swept_s = now_s
-            digests, expires_s = list(self._sessions), now_s + self._config.resume_s
-            await self._journal.run(lambda store: store.refresh(digests, self._holder_id, expires_s))
+            digests, expires_s, background_s = list(self._sessions), self._expires_s(), self._expires_s(background=True)
+            await self._journal.run(lambda store: store.refresh(digests, self._holder_id, expires_s, background_s))
             await self._journal.run(lambda store: store.sweep(now_s))
 
     async def run(self) -> None:
@@ -373,7 +376,7 @@ class Resumption:
     async def _adopt(self) -> None:
         """Continue streams in the background whose gateway has stopped: it has released them, or not extended them
         when it should have."""
-        overdue_s = self._now_s() + self._config.resume_s / 2
+        overdue_s = self._expires_s(background=True) - self._config.resume_s / 2
         for digest, owner in await self._journal.run(lambda store: store.left(overdue_s)):
             if digest in self._sessions or digest in self._finalizing:
                 continue
@@ -393,7 +396,7 @@ class Resumption:
             token = api_request.background_id(record.base_id, record.created_s)
             return self._continue(endpoint, api_request, claim, token, owner)
         except RequestError:
-            holder, expires_s, charged = self._holder_id, self._expires_s(), claim.charged
+            holder, expires_s, charged = self._holder_id, self._expires_s(background=True), claim.charged
             await self._journal.run(lambda store: store.release(digest, holder, expires_s, charged))
             raise
 
@@ -483,9 +486,11 @@ class Resumption:
                 raise unknown_error()
 
     async def _claim(self, digest: str, owner: str) -> Claim:
-        expires_s, now_s = self._expires_s(), self._now_s()
+        now_s, expires_s, background_s = self._now_s(), self._expires_s(), self._expires_s(background=True)
         claim = await self._run_or_refuse(
-            lambda store: store.claim(digest, owner, self._holder_id, now_s=now_s, expires_s=expires_s)
+            lambda store: store.claim(
+                digest, owner, self._holder_id, now_s=now_s, expires_s=expires_s, background_s=background_s
+            )
         )
         if claim == "gone":
             raise RequestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter
 
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.named_events import named_stream
+from tests.services.gateway.tiny_model import write_model
 
 PATH = "/v1/responses"
 EXEC = {"type": "custom", "name": "exec", "description": "Runs a program."}
@@ -19,12 +21,18 @@ PROGRAM = 'print("Köln")\n'
 CALLED = f"Sure.<tool_call>{json.dumps({'name': 'exec', 'arguments': {'input': PROGRAM}})}</tool_call>"
 
 
+@pytest.fixture
+def roomy_site(open_site: OpenSite, tmp_path_factory: pytest.TempPathFactory) -> OpenSite:
+    """Sites of a model whose context has room for tools."""
+    return partial(open_site, model=write_model(tmp_path_factory.mktemp("models") / "tiny", context=4096))
+
+
 def prompt_of(site: Site) -> str:
     return site.tokenizer.decode(site.manager.submitted[-1].tokens, skip_special=False)
 
 
-async def test_a_custom_tool_is_called_with_a_text(open_site: OpenSite) -> None:
-    async with open_site(CALLED) as site:
+async def test_a_custom_tool_is_called_with_a_text(roomy_site: OpenSite) -> None:
+    async with roomy_site(CALLED) as site:
         status, answer = await site.post(PATH, {"input": "Run it", "tools": [EXEC, CLOCK]})
         assert status == 200
         message, call = answer["output"]
@@ -44,8 +52,8 @@ async def test_a_custom_tool_is_called_with_a_text(open_site: OpenSite) -> None:
             assert "<tool_response>\nKöln\n</tool_response>" in prompt_of(site)
 
 
-async def test_a_stream_has_the_input_when_it_is_whole(open_site: OpenSite) -> None:
-    async with open_site(CALLED, step_s=0.001) as site:
+async def test_a_stream_has_the_input_when_it_is_whole(roomy_site: OpenSite) -> None:
+    async with roomy_site(CALLED, step_s=0.001) as site:
         events = await named_stream(site, PATH, {"input": "Run it", "tools": [EXEC]})
         kinds = [event["type"] for event in events if "custom_tool_call_input" in event["type"]]
         assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
@@ -57,15 +65,15 @@ async def test_a_stream_has_the_input_when_it_is_whole(open_site: OpenSite) -> N
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
 
-async def test_words_that_are_no_arguments_are_the_input(open_site: OpenSite) -> None:
-    async with open_site('<tool_call>{"name": "exec", "arguments": {"program": "ls"}}</tool_call>') as site:
+async def test_words_that_are_no_arguments_are_the_input(roomy_site: OpenSite) -> None:
+    async with roomy_site('<tool_call>{"name": "exec", "arguments": {"program": "ls"}}</tool_call>') as site:
         _, answer = await site.post(PATH, {"input": "Run it", "tools": [EXEC]})
         assert answer["output"][0]["input"] == '{"program": "ls"}'
 
 
-async def test_a_grammar_is_shown_and_a_regex_binds(open_site: OpenSite) -> None:
+async def test_a_grammar_is_shown_and_a_regex_binds(roomy_site: OpenSite) -> None:
     form: dict[str, Any] = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
-    async with open_site(CALLED) as site:
+    async with roomy_site(CALLED) as site:
         forced = {"input": "x", "tools": [{**EXEC, "format": form}], "tool_choice": {"type": "custom", "name": "exec"}}
         assert (await site.post(PATH, forced))[0] == 200
         assert "^(?:[0-9]{3})$" in site.manager.submitted[-1].sampling.grammar.replace("\\\\", "\\")
@@ -81,8 +89,8 @@ async def test_a_grammar_is_shown_and_a_regex_binds(open_site: OpenSite) -> None
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("auto", False), ("required", True)])
-async def test_only_allowed_tools_are_shown_and_called(open_site: OpenSite, mode: str, bound: bool) -> None:
-    async with open_site(CALLED) as site:
+async def test_only_allowed_tools_are_shown_and_called(roomy_site: OpenSite, mode: str, bound: bool) -> None:
+    async with roomy_site(CALLED) as site:
         allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "clock"}]}
         body = {"input": "x", "tools": [EXEC, CLOCK], "tool_choice": allowed}
         status, answer = await site.post(PATH, body)
@@ -102,8 +110,8 @@ async def test_only_allowed_tools_are_shown_and_called(open_site: OpenSite, mode
         assert '"clock"' in prompt_of(site) and '"exec"' not in prompt_of(site)
 
 
-async def test_what_is_no_tool_cannot_be_allowed(open_site: OpenSite) -> None:
-    async with open_site() as site:
+async def test_what_is_no_tool_cannot_be_allowed(roomy_site: OpenSite) -> None:
+    async with roomy_site() as site:
         for allowed in ([{"type": "function", "name": "other"}], []):
             choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
             status, answer = await site.post(PATH, {"input": "x", "tools": [CLOCK], "tool_choice": choice})

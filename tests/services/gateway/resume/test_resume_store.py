@@ -25,9 +25,25 @@ def record() -> StreamRecord:
     return StreamRecord(True, b"{}", {"x-cohort-class": "be"}, [request], "a", 1.0, "model")
 
 
-def add(store: ResumeStore, token: str, *, owner: str = "alice", most: int = 1 << 20, own: int = 1 << 20) -> bool:
+def add(
+    store: ResumeStore,
+    token: str,
+    *,
+    owner: str = "alice",
+    most: int = 1 << 20,
+    own: int = 1 << 20,
+    background: bool = False,
+) -> bool:
     return store.add(
-        token, owner, "A", record(), output_bytes=100, expires_s=LATER_S, max_bytes=most, max_owner_bytes=own
+        token,
+        owner,
+        "A",
+        record(),
+        output_bytes=100,
+        expires_s=LATER_S,
+        max_bytes=most,
+        max_owner_bytes=own,
+        background=background,
     )
 
 
@@ -128,6 +144,7 @@ def test_an_older_database_is_charged_no_more(tmp_path: Path) -> None:
     for token, charged in (("t", 1), ("u", 0)):
         add(store, token)
         store._db.execute("UPDATE streams SET charged = ? WHERE token = ?", (charged, token))
+    store._db.execute("ALTER TABLE streams DROP COLUMN background")
     store._db.execute("PRAGMA user_version = 2")
     store.close()
     store = ResumeStore(tmp_path / "streams.sqlite3")
@@ -157,14 +174,29 @@ def test_bounds_and_owners(tmp_path: Path) -> None:
     assert claim(store, "t", "B", owner="bob") is None and claim(store, "unknown", "B") is None
 
 
+def test_what_a_gateway_left_in_the_background_is_found(tmp_path: Path) -> None:
+    store = ResumeStore(tmp_path / "streams.sqlite3")
+    add(store, "t", background=True)
+    add(store, "u")
+    assert store.left(LATER_S) == [] and store.left(LATER_S + 1) == [("t", "alice")]
+    store.refresh(["t", "u"], "A", LATER_S + 50, LATER_S + 500)
+    assert store.left(LATER_S + 499) == []
+    assert store.record("t", "alice") == record() and store.record("t", "bob") is None
+    assert store.release("t", "A", LATER_S, 4) and store.left(0.0) == [("t", "alice")]
+    store.claim("t", "alice", "B", now_s=1.0, expires_s=LATER_S, background_s=LATER_S + 500)
+    assert store.left(LATER_S + 499) == []
+    store.end("t", "B", Ending([0]), LATER_S)
+    assert store.left(LATER_S + 1) == [] and store.record("t", "alice") is None
+
+
 def test_time_takes_the_content_first_and_then_the_memory_of_it(tmp_path: Path) -> None:
     store = ResumeStore(tmp_path / "streams.sqlite3")
     add(store, "t")
     add(store, "u")
     store.append("A", [("t", said(4))])
     assert claim(store, "t", "B", now_s=LATER_S) == "gone", "before any sweep"
-    store.refresh(["t", "u"], "B", LATER_S + 50)
-    store.refresh(["u"], "A", LATER_S + 50)
+    store.refresh(["t", "u"], "B", LATER_S + 50, LATER_S)
+    store.refresh(["u"], "A", LATER_S + 50, LATER_S)
     store.sweep(LATER_S + 10)
     assert isinstance(claim(store, "u", "A", now_s=LATER_S + 10), Claim), "its gateway lives"
     store.sweep(LATER_S + 60)

@@ -57,7 +57,7 @@ _items_decoder = msgspec.json.Decoder(list[InputItem])
 
 
 class _Kept(msgspec.Struct):
-    """What of a kept response decides how it is read again."""
+    """Part of a kept response that decides how it is read again."""
 
     background: bool = False
 

@@ -132,7 +132,7 @@ class NamedCustomTool(
 class AllowedResponsesTools(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"
 ):
-    """As in a chat completion."""
+    """Choice among some of the tools, as in a chat completion."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool | NamedCustomTool], msgspec.Meta(min_length=1)]

@@ -147,7 +147,7 @@ class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
 
 
 class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Some of the tools: the model sees no other."""
+    """Choice among some of the tools: the model sees no other."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedToolChoice], msgspec.Meta(min_length=1)]

@@ -73,6 +73,41 @@ def test_llamaindex_chats_streams_parses_and_calls(standard: Pipeline, tmp_path:
     assert found["name"] == "get_weather" and isinstance(found["arguments"]["city"], str)
 
 
+def test_instructor_parses_in_the_modes_that_a_grammar_binds(standard: Pipeline, tmp_path: Path) -> None:
+    names = {"pets": "{mode: pet.model_dump() for mode, pet in pets.items()}"}
+    pets = names_there("instructor", "Instructor", names, standard, tmp_path)["pets"]
+    assert len(pets) == 4 and all(_is_a_pet(pet) for pet in pets.values())
+
+
+def test_pydantic_ai_parses_by_tools_and_by_schemas(standard: Pipeline, tmp_path: Path) -> None:
+    names = {"pets": "[pet.model_dump() for pet in pets]", "answer": "answer"}
+    found = names_there("pydantic-ai", "Pydantic AI", names, standard, tmp_path)
+    assert len(found["pets"]) == 4 and all(map(_is_a_pet, found["pets"])) and found["answer"]
+
+
+def test_agents_of_openai_call_and_parse(standard: Pipeline, tmp_path: Path) -> None:
+    names = {"pets": "[pet.model_dump() for pet in pets]", "answers": "answers", "cities": "cities"}
+    found = names_there("openai-agents", "OpenAI Agents SDK", names, standard, tmp_path)
+    assert len(found["pets"]) == 2 and all(map(_is_a_pet, found["pets"])) and all(found["answers"])
+    assert len(found["cities"]) >= 2 and all(isinstance(city, str) for city in found["cities"])
+
+
+def test_langgraph_goes_from_call_to_answer(standard: Pipeline, tmp_path: Path) -> None:
+    names = {"kinds": "[message.type for message in messages]", "told": "messages[2].content"}
+    found = names_there("langgraph", "LangGraph", names, standard, tmp_path)
+    assert found["kinds"] == ["human", "ai", "tool", "ai"] and "18 degrees" in found["told"]
+
+
+def test_llm_answers_and_keeps_to_a_schema(standard: Pipeline, tmp_path: Path) -> None:
+    told = run_there("llm", ["bash", "-ec", script_of("clients.md", "`llm`", "bash", standard)], tmp_path)
+    answer, _, pet = told.strip().rpartition("\n")
+    assert answer and _is_a_pet(json.loads(pet))
+
+
+def _is_a_pet(pet: dict[str, Any]) -> bool:
+    return set(pet) == {"name", "age"} and isinstance(pet["name"], str) and isinstance(pet["age"], int)
+
+
 def test_guidellm_measures_what_it_asked_for(standard: Pipeline, tmp_path: Path) -> None:
     run_there("guidellm", ["bash", "-ec", script_of("clients.md", "GuideLLM", "bash", standard)], tmp_path)
     [run] = json.loads((tmp_path / "guidellm.json").read_text(encoding="utf-8"))["benchmarks"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
-from cohort.services.gateway.generation.tool_calls import stable_id
+from cohort.services.gateway.generation.answer_parts import stable_id
 
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
@@ -256,7 +256,7 @@ class ResponsesApi:
         self._generator.context.log.warning("a response could not be kept", response_bytes=row.bytes)
         return False
 
-    async def retrieve(self, request: web.Request) -> web.Response:
+    async def retrieve(self, request: web.Request) -> web.StreamResponse:
         """Return a response: as it ended, or as far as one in the background is."""
         response_id, owner = known_id(request.match_info["id"]), request[OWNER]
         with self._generator.bodies.holding() as take:

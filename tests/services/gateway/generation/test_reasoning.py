@@ -194,10 +194,14 @@ async def test_a_stream_goes_on_when_its_worker_dies_within_reasoning(open_site:
     body = {"messages": HI, "tools": TOOLS, "max_tokens": 400}
     async with open_site(f"<think>{THOUGHT}</think>\n{CALLS}", model=thinking, step_s=0.01) as site:
         site.manager.add_worker("worker-1")
+        await site.post(CHAT, {"messages": HI, "max_tokens": 1})  # what begins with the first chat has begun
+        rest, gates = asyncio.Event(), iter([asyncio.sleep(0) for _ in range(6)])
+        site.manager.gate = lambda: next(gates, None) or rest.wait()
         stream = asyncio.create_task(site.stream(CHAT, body))
         await eventually(lambda: any(len(entry.output) > 3 for entry in site.gateway.streams.ledger.entries()))
         busy = next(worker for worker in site.manager.workers if worker.running)
         site.manager.lose(busy.kill(), "it is dead")
+        rest.set()
         events = await stream
         assert events[-2]["cohort"]["requests"][0]["attempts"] == 2
         deltas = [choice["delta"] for event in events[:-1] for choice in event["choices"]]

@@ -13,6 +13,7 @@ and for tools before their schemas become a grammar. Pure; linear in the schema.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,11 @@ _LENGTHS = {"date-time": 35, "time": 24, "duration": 64}
 _OTHERS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _PARTS = ("allOf", "anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
+_OF_VALUES = {
+    *("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    *("multipleOf", "format", "minLength", "maxLength", "pattern"),
+}
+_ANNOTATIONS = {"title", "description", "default", "examples"}
 _OF_SCHEMAS = ("properties", "patternProperties", *_DEFINITIONS)
 
 
@@ -35,8 +41,9 @@ def ending(schema: dict[str, Any], *, closes: bool = True) -> dict[str, Any]:
     the values before."""
     work = _Work(schema, closes)
     made: dict[str, Any] = work.whole(schema)
-    for container, copies in work.copies.items():
-        made[container] = {**made[container], **copies}
+    for container, added in work.added.items():
+        there = made.get(container)
+        made[container] = {**there, **added} if isinstance(there, dict) else added
     return made
 
 
@@ -47,8 +54,10 @@ class _Work:
         self._names_left = MOST_NAMES
         self._copied: dict[str, str] = {}
         """References to definitions, each with the one to its open copy."""
-        self.copies: dict[str, dict[str, Any]] = {}
-        """Open copies, by the container that they belong to."""
+        self._shared: dict[str, str] = {}
+        """References to bounded values that came before, or "" for the first of a kind, by their JSON."""
+        self.added: dict[str, dict[str, Any]] = {}
+        """Definitions to add, by their container."""
 
     def whole(self, schema: Any) -> Any:
         """Return a schema that stands alone."""
@@ -60,11 +69,11 @@ class _Work:
             made = self._inner(schema)
             if own and self._closes and not _says_others(schema) and _requires(schema) <= _properties(schema).keys():
                 made["additionalProperties"] = False
-            return _bounded(made)
+            return self._share(_bounded(made))
         each_alone = len(parts) == 1 and (parts[0][0] != "allOf" or len(parts[0][1]) == 1)
         if each_alone and not (own or "$ref" in schema or _requires(schema) or _says_others(schema)):
             [(keyword, branches)] = parts
-            return _bounded({**self._inner(schema), keyword: [self.whole(branch) for branch in branches]})
+            return {**self._inner(schema), keyword: [self.whole(branch) for branch in branches]}
         return self._together(schema)
 
     def _together(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +105,33 @@ class _Work:
         container, name, definition = self._definition(reference)
         if definition is None:
             return reference
-        copies = self.copies.setdefault(container, {})
-        copy = f"{name}-open"
-        while copy in self._root[container] or copy in copies:
-            copy += "-"
-        copies[copy] = {}  # it may refer to itself
+        added, copy = self._new_name(container, f"{name}-open")
+        added[copy] = {}  # it may refer to itself
         self._copied[reference] = f"#/{container}/{copy.replace('~', '~0').replace('/', '~1')}"
-        copies[copy] = self._part(definition)
+        added[copy] = self._part(definition)
         return self._copied[reference]
+
+    def _new_name(self, container: str, name: str) -> tuple[dict[str, Any], str]:
+        """Return the definitions to add to a container, and a name that none has."""
+        added = self.added.setdefault(container, {})
+        taken = self._root.get(container)
+        while name in added or (isinstance(taken, dict) and name in taken):
+            name += "-"
+        return added, name
+
+    def _share(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a reference in place of a bounded value that came before: a grammar's lexer grows with each."""
+        value = {key: schema[key] for key in sorted(_OF_VALUES & schema.keys())}
+        if not value.keys() & {"maximum", "maxLength"} or not schema.keys() <= _OF_VALUES | _ANNOTATIONS:
+            return schema
+        kind = json.dumps(value)
+        if kind not in self._shared:
+            self._shared[kind] = ""
+            return schema
+        if not self._shared[kind]:
+            added, name = self._new_name("$defs", "bounded")
+            added[name], self._shared[kind] = value, f"#/$defs/{name}"
+        return {"$ref": self._shared[kind], **{key: schema[key] for key in schema if key in _ANNOTATIONS}}
 
     def _definition(self, reference: str) -> tuple[str, str, Any]:
         """Return a definition's container, name and schema; None for what is referred to in another way."""

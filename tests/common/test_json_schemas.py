@@ -118,6 +118,18 @@ def test_numbers_and_times_get_bounds_where_they_have_none() -> None:
     assert ending({"type": "string", "format": "uuid"}) == {"type": "string", "format": "uuid"}
 
 
+def test_values_of_one_kind_are_one_definition() -> None:
+    """A lexer of a thousand numbers, each with its bounds, would be larger than its limit."""
+    properties = {f"p{each}": {"type": "integer", "title": f"P{each}"} for each in range(3)}
+    made = ending({"type": "object", "properties": properties, "$defs": {"bounded": {}}})
+    assert made["properties"] == {
+        "p0": {**NUMBER, "title": "P0"},
+        "p1": {"$ref": "#/$defs/bounded-", "title": "P1"},
+        "p2": {"$ref": "#/$defs/bounded-", "title": "P2"},
+    }
+    assert made["$defs"] == {"bounded": {}, "bounded-": NUMBER}
+
+
 def test_unique_items_are_left_out() -> None:
     schema = {"type": "object", "properties": {"uniqueItems": {"type": "array", "items": WORD, "uniqueItems": True}}}
     assert ending(schema)["properties"] == {"uniqueItems": {"type": "array", "items": WORD}}

@@ -39,7 +39,7 @@ from cohort.services.gateway.apis.responses_archive import ResponseArchive
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import StreamKind
-from cohort.services.gateway.generation.generator import ApiRequest, Body, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, BackgroundRequest, Body, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
@@ -87,7 +87,7 @@ class DeletedResponse(msgspec.Struct, frozen=True):
 
 
 @dataclass(kw_only=True)
-class _ResponsesRequest(ApiRequest):
+class _ResponsesRequest(BackgroundRequest):
     """Request with the items of its conversation, and the task that keeps its response."""
 
     api: ResponsesApi

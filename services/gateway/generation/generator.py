@@ -105,17 +105,21 @@ class ApiRequest(ABC):
         """Return the id of an answer that is generated whether its client waits or not; "" for any other."""
         return ""
 
-    def pending(self, base_id: str, created_s: float) -> bytes:
-        """Return such an answer before its end, as JSON."""
-        raise NotImplementedError
-
-    async def keep_failure(self, base_id: str, created_s: float, error: RequestError) -> None:
-        """Keep the end of such an answer that failed, for its client to find."""
-        raise NotImplementedError
-
     def parse_context(self) -> bytes:
         """Return data that `Endpoint.read` needs beside the body to parse the request again after a resume."""
         return b""
+
+
+class BackgroundRequest(ApiRequest):
+    """Request of an API that has answers in the background."""
+
+    @abstractmethod
+    def pending(self, base_id: str, created_s: float) -> bytes:
+        """Return the answer before its end, as JSON."""
+
+    @abstractmethod
+    async def keep_failure(self, base_id: str, created_s: float, error: RequestError) -> None:
+        """Keep the end of an answer that failed, for its client to find."""
 
 
 class Endpoint(Protocol):
@@ -137,7 +141,7 @@ class ResumableStreams(Protocol):
     async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse: ...
 
     async def begin_background(
-        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: ApiRequest
+        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: BackgroundRequest
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Begin an answer; return what answers its request, once the body is no longer in flight."""
 
@@ -179,7 +183,8 @@ class Generator:
             return await self.resumable.serve(endpoint, request)
         async with self.arriving(request) as body:
             api_request = await endpoint.read(body, request.headers)
-            if self.resumable is not None and api_request.background_id("", 0.0):
+            detached = api_request.background_id("", 0.0) != ""
+            if self.resumable is not None and detached and isinstance(api_request, BackgroundRequest):
                 background = await self.resumable.begin_background(endpoint, request.headers, body, api_request)
             else:
                 background = None

@@ -32,7 +32,7 @@ from cohort.common.types import TrafficClass
 from cohort.services.gateway import bounds
 from cohort.services.gateway.generation.answering import Answering, Nowhere, Writer
 from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation
-from cohort.services.gateway.generation.generator import ApiRequest, Body, Endpoint, Generator
+from cohort.services.gateway.generation.generator import ApiRequest, BackgroundRequest, Body, Endpoint, Generator
 from cohort.services.gateway.http.service_headers import (
     CLASS_HEADER,
     IF_LATE_HEADER,
@@ -110,7 +110,7 @@ class Resumption:
         return await self._read(request, session, session.answering, writer)
 
     async def begin_background(
-        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: ApiRequest
+        self, endpoint: Endpoint, headers: Mapping[str, str], body: Body, api_request: BackgroundRequest
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Begin an answer that needs no client. Return the function that answers its request: with its events, or with
         what is known of it now. Raises `RequestError`, also where its output cannot be written down."""
@@ -319,7 +319,7 @@ class Resumption:
                 ending = Ending(cached, completed_at=api_request.completed_at, kept=bool(api_request.answer_stored))
                 if (error := session.resume_log.error) is not None:
                     ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
-                    if session.background:
+                    if session.background and isinstance(api_request, BackgroundRequest):
                         await api_request.keep_failure(session.answering.base_id, session.answering.created_s, error)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, expires_s))
             case "released":

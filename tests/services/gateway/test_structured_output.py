@@ -24,7 +24,10 @@ CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [
     {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
-    {"type": "function", "function": {"name": "weather", "description": "of a city"}},
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    },
 ]
 CALLS = (
     'Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'

@@ -480,6 +480,8 @@ def test_tools_reach_the_template_and_bind_only_what_must_call() -> None:
     for choice in ("sometimes", {"type": "function", "function": {"name": "g"}}):
         assert refusal(tools_chat, tool_choice=choice) == (400, "tool_choice")
     assert refusal(tools_chat, guided_grammar="start: /x/") == (400, "guided_grammar")
+    bound = tools_chat(response_format={"type": "json_object"}, tool_choice="required").grammar_spec
+    assert bound is not None and bound.param == "tools"  # there will be no text for the format to bind
     assert refusal(tools_chat, tool_choice="required", ignore_eos=True) == (400, "ignore_eos")
 
 

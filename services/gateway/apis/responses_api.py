@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
-from cohort.services.gateway.generation.answer_parts import stable_id
 
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
@@ -36,6 +35,7 @@ from cohort.services.gateway.apis.responses_api_events import (
 )
 from cohort.services.gateway.apis.responses_api_store import StoredResponse
 from cohort.services.gateway.apis.responses_archive import ResponseArchive
+from cohort.services.gateway.generation.answer_parts import stable_id
 from cohort.services.gateway.generation.answering import Answering, Step, Writer
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.delta import StreamKind

@@ -6,12 +6,15 @@ Also `python -m cohort.services.simulator simulate|advise|compare|reproduce|repl
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cohort.common.comparison import comparison, comparison_tables
 from cohort.common.comparison.comparison import Cell, CellResult
@@ -24,10 +27,11 @@ from cohort.common.types import Slo
 from cohort.services.simulator import options as options_
 from cohort.services.simulator import render
 from cohort.services.simulator.advise import advise as advise_
+from cohort.services.simulator.advise import regret
 from cohort.services.simulator.advise.planned_day import Day, DayReport, planned_day
 from cohort.services.simulator.core import replays
-from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.core.run import find_capacity, measure, simulate
+from cohort.services.simulator.core.capacity import Load
+from cohort.services.simulator.core.run import measure, simulate
 from cohort.services.simulator.core.setup import (
     assigned,
     cluster_of,
@@ -45,7 +49,6 @@ from cohort.services.simulator.reproduce import reproduce, reproduction_page
 from cohort.services.simulator.reproduce.judged_rows import PageNumbers, Rules
 
 _PIPED_WIDTH = 140
-_ADVICE_ROWS = 10
 _USUAL_SLO = "ttft=2,tpot=0.2"
 
 
@@ -90,12 +93,8 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--capacity needs an SLO to attain: give --slo")
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
     cluster, config = cluster_of(options, options.cluster), configuration(options, options.preset)
-    roles = parse_roles(options.roles)
-
-    def at_rate(rate: float) -> SimReport:
-        return simulate(config, cluster, model, traffic.workload(rate), sim_options, roles)
-
-    capacity = find_capacity(at_rate, options.rate or traffic.own_rate_per_s or 1.0, options.capacity)
+    load = Load(config, cluster, model, traffic, sim_options, parse_roles(options.roles))
+    capacity = load.capacity(options.rate or traffic.own_rate_per_s, options.capacity)
     console.print(render.capacity_line(capacity), soft_wrap=True)
     _write_json(options.json, capacity)
     return 0 if capacity.rate_per_s else 1
@@ -128,28 +127,61 @@ def _judge_by_usual_slo(options: argparse.Namespace) -> None:
 
 
 def run_advise(options: argparse.Namespace) -> int:
-    console = _console(quiet=options.json == "-")
+    if options.plot and not options.plot.endswith(".svg"):
+        raise ConfigError(f"--plot {options.plot}: pictures are SVG; name a file that ends so")
+    options.jobs = options.jobs or len(os.sched_getaffinity(0))
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: must be at least 1")
+    if options.regret is not None:
+        return _regret(options)
+    for name in ("trace", "cluster", "model"):
+        if not getattr(options, name):
+            raise ConfigError(f"--{name} is wanted")
+    console = _console(quiet=options.json == "-", width=render.ADVICE_WIDTH, record=bool(options.plot))
     warn_of_old_profiles([cluster_of(options, options.cluster)], _print)
     _judge_by_usual_slo(options)
-    presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
-    traffic = traffic_of(options, count=options.count or options.requests)
-    advice = advise_.advise(
-        options,
-        presets,
-        cluster_of(options, options.cluster),
-        load_model(options.model),
-        traffic,
-        simulation_options(options),
-        lambda label: _print(f"trying {label}"),
-    )
-    render.print_head(advice.best.report, console)
-    shown = len(advice.trials) if options.all else _ADVICE_ROWS
-    console.print(render.advice_table(advice, shown))
-    for line in render.advice_rest(advice, shown):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(render.recommendation(advice), soft_wrap=True)
-    _write_json(options.json, advice)
+    with _progress("simulating") as progress:
+        found = advise_.advise(
+            options,
+            _words(options.preset) or preset_names(),
+            cluster_of(options, options.cluster),
+            load_model(options.model),
+            traffic_of(options),
+            simulation_options(options),
+            progress,
+        )
+    render.print_advice(found.advice, options.slo, console, everything=options.all)
+    if options.plot:
+        console.save_svg(options.plot, title="cohort advise")
+    _write_json(options.json, found.advice)
     return 0
+
+
+def _regret(options: argparse.Namespace) -> int:
+    if options.regret < 1:
+        raise ConfigError(f"--regret {options.regret}: must be at least 1")
+    file = Path(options.results) if options.results else None
+    pairs = regret.measure(options.regret, options.seed, options.jobs, file, _print)
+    _console().print(render.regret_table(pairs))
+    _write_json(options.json, pairs)
+    return 0
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[float, float], None]]:
+    """Show one line with the time that is left, on a terminal only."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    # Without a thread that refreshes: processes are forked meanwhile.
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(label, total=None)
+
+        def progress(done: float, total: float) -> None:
+            bar.update(task, completed=done, total=total, refresh=True)
+
+        yield progress
 
 
 def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] | None = None) -> int:
@@ -265,10 +297,10 @@ def _print(line: str) -> None:
     Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _console(*, quiet: bool = False) -> Console:
-    console = Console(quiet=quiet)
+def _console(*, quiet: bool = False, width: int | None = None, record: bool = False) -> Console:
+    console = Console(quiet=quiet, width=width, record=record)
     # A pipe has no width; 80 columns would wrap tables for no reader.
-    return console if console.is_terminal else Console(width=_PIPED_WIDTH, quiet=quiet)
+    return console if width or console.is_terminal else Console(width=_PIPED_WIDTH, quiet=quiet)
 
 
 def _write_json(target: str | None, data: object) -> None:

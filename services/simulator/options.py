@@ -23,10 +23,10 @@ examples:
 Without --rate or --concurrency a trace keeps its own times; workloads without any arrive all at once."""
 
 
-def _cluster(parser: argparse.ArgumentParser) -> None:
+def _cluster(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     group = parser.add_argument_group("cluster")
-    group.add_argument("--cluster", required=True, help=_CLUSTER_HELP)
-    group.add_argument("--model", required=True, help="a file of configs/models, or a YAML file")
+    group.add_argument("--cluster", required=required, help=_CLUSTER_HELP)
+    group.add_argument("--model", required=required, help="a file of configs/models, or a YAML file")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="devices of one instance")
     group.add_argument("--stack", help="serving stack of the device file (default: its first)")
     group.add_argument(
@@ -63,9 +63,9 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _traffic(parser: argparse.ArgumentParser) -> None:
+def _traffic(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     group = parser.add_argument_group("traffic")
-    group.add_argument("--trace", required=True, help=TRAFFIC_HELP)
+    group.add_argument("--trace", required=required, help=TRAFFIC_HELP)
     group.add_argument("--rate", type=float, metavar="R", help="requests a second instead of the trace's times")
     group.add_argument("--cv", type=float, default=1.0, help="burstiness of --rate: 1 = Poisson (default)")
     group.add_argument("--count", type=int, metavar="N", help="requests")
@@ -109,16 +109,33 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
-    _traffic(parser)
-    _cluster(parser)
+    _traffic(parser, required=False)  # not with --regret
+    _cluster(parser, required=False)
     _configuration(parser)
     parser.add_argument("--preset", default="", metavar="A,B,…", help="candidates (default: all of configs/presets)")
-    parser.add_argument(
-        "--requests", type=int, default=400, metavar="N", help="of the traffic, for each candidate on its second look"
-    )
-    parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="attained SLOs for the capacity")
+    parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="SLOs kept at the capacity (0.9)")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one of each core)")
     parser.add_argument("--all", action="store_true", help="every candidate that was tried, not the best ten")
+    parser.add_argument("--plot", metavar="FILE.svg", help="write what is printed as a picture")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
+    parser.add_argument(
+        "--regret",
+        type=int,
+        metavar="N",
+        help="measure the advice itself: on N random pairs of traffic and cluster, against every set-up",
+    )
+    parser.add_argument("--results", metavar="FILE", help="with --regret: keep each pair there, and go on from it")
+
+
+ADVISE_EPILOG = """\
+examples:
+  cohort advise --trace 1024x256 --rate 20 --cluster h100-80:4 --model llama-3.1-8b --slo ttft=1,tpot=0.05
+  cohort advise --trace azure_conv.csv.gz --cluster a100-80:8 --model llama-3.3-70b --json advice.json
+  cohort advise … --preset cohort,unified,disaggregated --tensor-parallel 2
+  cohort advise --regret 10 --results regret.jsonl                        how good is the advice?
+
+Candidates are ranked on some seeds and judged on three others, for ten minutes of traffic, or --duration; on a fast
+cluster, without --duration, for as many tokens as fit into about three minutes of two cores."""
 
 
 COMPARE_EPILOG = """\

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 from rich import box
+from rich.bar import Bar
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cohort.services.simulator.advise import regret
 from cohort.services.simulator.advise.advise import Advice, Trial
 from cohort.services.simulator.advise.planned_day import DayReport
+from cohort.services.simulator.advise.regret import Pair
+from cohort.services.simulator.core.capacity import Capacity
 from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.core.run import Capacity
 from cohort.services.simulator.core.statistics import Distribution
 from cohort.services.simulator.reproduce.reproduce import Reproduced, shown_spread
+
+ADVICE_WIDTH = 80
+_ADVICE_ROWS = 10
+_REASONS = 3
+_BAR_WIDTH = 12
+_STAGES = {"first look": "1st look: ", "second look": "2nd look: ", "third look": "3rd look: ", "judged": ""}
 
 
 def table(first: str, *columns: str) -> Table:
@@ -116,11 +126,15 @@ def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -
 
 
 def capacity_line(capacity: Capacity) -> str:
-    tried = ", ".join(f"{rate:.3g}/s {met:.1%}" for rate, met in sorted(capacity.tried))
+    tried = ", ".join(
+        f"{point.rate_per_s:.3g}/s {'< ' if point.broken_off else ''}{point.kept:.1%}"
+        for point in sorted(capacity.tried, key=lambda point: point.rate_per_s)
+    )
     if not capacity.rate_per_s:
         return f"capacity: no rate tried keeps {capacity.target:.0%} of the SLOs ({tried})"
+    longest_s = max(point.window_s for point in capacity.tried)
     found = f"[bold]{capacity.rate_per_s:.3g}[/bold] requests/s"
-    return f"capacity at {capacity.target:.0%} of SLOs attained: {found} ({tried})"
+    return f"capacity at {capacity.target:.0%} of SLOs kept, for {longest_s:.0f} s: {found} ({tried})"
 
 
 def _instances(report: SimReport) -> Table:
@@ -149,52 +163,100 @@ def _ms(stats: Distribution | None, name: str) -> str:
     return "–" if stats is None else f"{getattr(stats, name):.0f}"
 
 
-def advice_table(advice: Advice, most: int) -> Table:
-    columns = ("kept", "goodput tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "busy", "capacity /s")
-    lines = table("candidate", *columns)
-    for trial in advice.trials[:most]:
+def print_advice(advice: Advice, slo: str, console: Console, *, everything: bool = False) -> None:
+    """Print within 40 lines of 80 columns, unless `everything`."""
+    best = advice.best
+    report = best.report
+    judged = [trial for trial in advice.trials if trial.stage == "judged"]
+    console.print(
+        f"[bold]{escape(report.model)}[/bold] on {escape(report.cluster)}; {escape(report.source or report.workload)}; "
+        f"{escape(report.arrivals)}; SLO {escape(slo)}; {len(advice.trials)} set-ups, {len(judged)} of them judged on "
+        f"seeds {advice.held_out[0]} to {advice.held_out[-1]}, {advice.judged_s:.0f} s each"
+    )
+    console.print(_judged_table(judged))
+    console.print(_plot(advice.trials if everything else advice.trials[:_ADVICE_ROWS]))
+    for line in _rest(advice, everything=everything):
+        console.print(line, markup=False, highlight=False)
+    whole = f"Recommended: {best.preset}, {_roles(best)}: keeps {best.kept:.1%} of the SLOs"
+    if best.capacity is not None and best.capacity.rate_per_s:
+        whole += f", and {best.capacity.target:.0%} up to {best.capacity.rate_per_s:.3g} requests/s"
+    console.print(f"[bold]{escape(whole)}[/bold] ({escape(advice.why)}).")
+    started = f"Simulated only: {advice.simulated_only}." if advice.simulated_only else advice.command
+    console.print(f"  {started}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _judged_table(judged: Sequence[Trial]) -> Table:
+    lines = table("judged", "kept, %", "TTFT p99, s", "TPOT p99, ms", "tokens/s", "busy, %", "holds, /s")
+    for trial in judged:
         whole = trial.report.overall
-        settings = "".join(f"; {setting}" for setting in trial.settings)
         lines.add_row(
-            f"{trial.preset}: {_roles(trial)}{settings}{'' if trial.whole else ' (first look only)'}",
-            f"{whole.slo.kept_of_sent:.1%}" if whole.slo else "–",
-            f"{whole.slo.goodput_tokens_per_s:.0f}" if whole.slo else "–",
-            _ms(whole.ttft_ms, "p50"),
-            _ms(whole.ttft_ms, "p99"),
-            _ms(whole.tpot_ms, "p50"),
-            _ms(whole.tbt_ms, "p99"),
-            f"{trial.cost:.0%}",
+            _setup(trial),
+            f"{100 * min(trial.seeds):.1f}–{100 * max(trial.seeds):.1f}",
+            f"{whole.ttft_ms.p99 / 1e3:.2f}" if whole.ttft_ms else "–",
+            _ms(whole.tpot_ms, "p99"),
+            f"{whole.output_tokens_per_s:.0f}",
+            f"{100 * trial.cost:.0f}",
             f"{trial.capacity.rate_per_s:.3g}" if trial.capacity else "",
         )
     return lines
 
 
-def advice_rest(advice: Advice, most: int) -> Iterator[str]:
-    """Yield what the table leaves out, and what could not be tried: every reason once."""
-    hidden = len(advice.trials) - most
-    if hidden > 0:
-        yield f"{hidden} more candidates were tried (--all shows them)"
-    for reason, candidates in advice.impossible.items():
-        named = ", ".join(dict.fromkeys(candidates))
-        yield f"cannot run: {named if len(candidates) <= 3 else f'{len(candidates)} candidates'}: {reason}"
+def _plot(trials: Sequence[Trial]) -> Table:
+    """Draw the share of SLOs kept, beside why each lost."""
+    lines = Table("set-up", "SLOs kept", "", "", box=box.SIMPLE_HEAD, pad_edge=False)
+    for trial in trials:
+        why = "[bold]recommended[/bold]" if not trial.why_not else escape(f"{_STAGES[trial.stage]}{trial.why_not}")
+        share = f"{100 * trial.kept:.0f} %"
+        lines.add_row(escape(_setup(trial)), Bar(1.0, 0.0, trial.kept, width=_BAR_WIDTH), share, why)
+    return lines
 
 
-def recommendation(advice: Advice) -> str:
-    best = advice.best
-    whole = best.report.overall
-    met = f"keeps {whole.slo.kept_of_sent:.1%} of the SLOs" if whole.slo else "had no SLO"
-    capacity = ""
-    if best.capacity is not None and best.capacity.rate_per_s:
-        capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"
-    line = f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {met}{capacity} ({escape(advice.why)}).\n"
-    if advice.simulated_only:
-        return f"{line}  Simulated only: {escape(advice.simulated_only)}."
-    return f"{line}  {escape(advice.command)}"
+def _rest(advice: Advice, *, everything: bool) -> Iterator[str]:
+    """Yield what the tables leave out, and what could not be tried: every reason once."""
+    hidden = len(advice.trials) - _ADVICE_ROWS
+    if hidden > 0 and not everything:
+        yield f"{hidden} more lost in a look (--all shows them)"
+    reasons = list(advice.impossible.items())
+    for reason, refused in reasons if everything else reasons[:_REASONS]:
+        named = ", ".join(dict.fromkeys(refused))
+        yield f"cannot run: {named if len(refused) <= 3 else f'{len(refused)} candidates'}: {reason}"
+    if len(reasons) > _REASONS and not everything:
+        yield f"{len(reasons) - _REASONS} more reasons (--all shows them)"
+    if advice.without_capacity:
+        yield f"capacity: {advice.without_capacity}"
+
+
+def _setup(trial: Trial) -> str:
+    roles = "+".join(f"{count}{role[0]}" for role, count in trial.roles.items())
+    group = f"x{trial.tensor_parallel}" if trial.tensor_parallel > 1 else ""
+    settings = "".join(f" {setting.split('.')[-1].replace('prefill_', '')}" for setting in trial.settings[:1])
+    return f"{trial.preset.replace('baseline-', 'b-')} {roles}{group}{settings}"
 
 
 def _roles(trial: Trial) -> str:
     group = f" of {trial.tensor_parallel} devices each" if trial.tensor_parallel > 1 else ""
     return ", ".join(f"{count} {role}" for role, count in trial.roles.items()) + group
+
+
+def regret_table(pairs: Sequence[Pair]) -> Table:
+    lines = table("traffic and cluster", "set-ups", "advised", "keeps", "best of all", "keeps", "share of the best")
+    for pair in pairs:
+        lines.add_row(
+            pair.label,
+            f"{pair.setups}",
+            pair.advised,
+            f"{pair.kept:.1%}",
+            pair.best,
+            f"{pair.most:.1%}",
+            f"{pair.share:.3f}",
+        )
+    shares = sorted(pair.share for pair in pairs)
+    enough = sum(share >= regret.ENOUGH for share in shares)
+    lines.caption = (
+        f"{enough} of {len(shares)} keep {regret.ENOUGH:g} of the best; lowest {shares[0]:.3f}, "
+        f"median {statistics.median(shares):.3f}"
+    )
+    return lines
 
 
 def reproduction(results: Sequence[Reproduced]) -> Table:

@@ -1,161 +1,95 @@
 """Which preset, tensor parallelism, roles and settings suit this traffic on this cluster, together, with the evidence.
 
-    candidates ─▶ a first look at all, on a part of the requests ─▶ the best of them, with chunk sizes, on all requests
-               ─▶ those that are as good as the best: capacity, then cost, then simplicity decide
+    candidates ─▶ three looks, each of another seed, at fewer and for longer ─▶ finalists on held-out seeds, ten minutes
+               ─▶ the best; among those as good capacity, then cost, then simplicity decide
 
-Candidates are presets, for presets with several roles splits of the instances, and groups of devices where the cluster
-has such. All replay the same requests; merit is the share of SLOs kept of all sent, then tokens finished in time, then
-the 99th percentile of the time to the first token. The default preset reaches the second look in any case. A reason
-that keeps candidates from running is said once, with all that it keeps.
+All candidates of a look replay the same requests; merit is the share of SLOs kept of all sent. Seeds that ranked do not
+judge: who is first among sixty by luck is not so again. The default preset reaches the last look in any case
+(`judgement.py`). A look ends after so many tokens: a fast cluster's is shorter, though not below what `lab.py` says. A
+group of devices that cannot keep the SLO even when idle is not simulated.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from cohort.common.config import CONFIGS_DIR, Config
 from cohort.common.errors import ConfigError
-from cohort.common.policies.compose import groups_layers
 from cohort.common.policies.cost_model import ModelShape
-from cohort.common.types import Role
-from cohort.common.workloads.items import Workload
-from cohort.services.simulator.core.deployment import kv_blocks, spread_roles
+from cohort.services.simulator.advise.candidates import Candidate, candidates, ceiling, chunked, undivided
+from cohort.services.simulator.advise.judgement import Judged, choose, cost, distinct, final, kept, ranked, shortlist
+from cohort.services.simulator.advise.lab import Lab, Look, Progress, Tried
+from cohort.services.simulator.core.capacity import MEAN_TIMES, WINDOW_S, Capacity
 from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.core.run import Capacity, find_capacity, simulate
-from cohort.services.simulator.core.setup import configuration
 from cohort.services.simulator.core.sim_options import SimOptions
-from cohort.services.simulator.core.traffic import Traffic
-from cohort.services.simulator.hardware.data_files import read_yaml
-from cohort.services.simulator.hardware.hardware import Cluster, as_stored
+from cohort.services.simulator.core.traffic import Traffic, parse_slo
+from cohort.services.simulator.hardware.hardware import Cluster
 
-DEFAULT_PRESET = Config().name
-_CHUNKS = (512, 2048)
-_GROUPS = (1, 2, 4, 8)
-_COLUMNS_OF_CODES = 32
-"""Columns of an expert in MXFP4 that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
-_PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
-_FIRST_SHARE, _FEWEST = 0.25, 50
-"""Share of the requests that a first look replays, and how many at least."""
-_MAX_WHOLE = 8
-_FINALISTS = 4
-_EQUAL_MET, _EQUAL_GOODPUT = 0.005, 0.02
-"""Candidates this near to the best are as good: one seed says no more."""
-_EQUAL = 0.1
-"""The same for capacities, whose search ends there, and for costs."""
+DURATION_S = 600.0
+"""Length of the last look."""
+_LOOKS = ((40_000.0, 16), (120_000.0, 5), (300_000.0, 3))
+"""Tokens of answers of each look, and how many candidates go on."""
+_JUDGED_TOKENS = 700_000.0
+_HELD_OUT = 3
+_FIRST_HELD_OUT = 1_000
+"""Offset of held-out seeds."""
+_WITH_CHUNKS = 2
+"""Candidates that the third look sees with other chunks, too."""
+_CAPACITY_TOKENS = 12e6
+"""Tokens that the search of capacities may take; a point takes some, a search `_POINTS` whole ones."""
+_POINTS = 2.5
+_HOPELESS = 0.5
+"""Groups of devices are left out whose ceiling is lower than this share of the best group's."""
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """`cluster`: with the instances that groups of `tensor_parallel` devices make."""
-
-    preset: str
-    cluster: Cluster
-    roles: dict[Role, int]
-    settings: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        roles = ", ".join(f"{count} {role.value}" for role, count in self.roles.items())
-        group = f" x {self.cluster.tensor_parallel} devices" if self.cluster.tensor_parallel > 1 else ""
-        return f"{self.preset} ({roles}{group}){''.join(' ' + setting for setting in self.settings)}"
-
-    @property
-    def simplicity(self) -> tuple[int, int, bool, int, int, str]:
-        """Sort key, smaller is simpler: devices of a group, settings, not the default preset, roles, options."""
-        other = self.preset != DEFAULT_PRESET
-        return (
-            self.cluster.tensor_parallel,
-            len(self.settings),
-            other,
-            len(self.roles),
-            _options_of(self.preset),
-            self.preset,
-        )
-
-
-class Tried(NamedTuple):
-    candidate: Candidate
-    report: SimReport
+Stage = Literal["first look", "second look", "third look", "judged"]
+_STAGES: tuple[Stage, ...] = ("first look", "second look", "third look")
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """`whole` false: a first look only, on fewer requests. `cost`: share of the time that instances compute."""
+    """A candidate as far as it came. `kept`: mean of the share of SLOs kept, over the held-out seeds if it was judged;
+    `seeds` each of them. `cost`: share of the time that instances compute. `why_not`: why it lost; "" of the best."""
 
     preset: str
     roles: dict[str, int]
     settings: list[str]
+    tensor_parallel: int
+    stage: Stage
+    kept: float
+    seeds: list[float]
+    cost: float
     report: SimReport
     capacity: Capacity | None = None
-    tensor_parallel: int = 1
-    whole: bool = True
-    cost: float = 0.0
+    why_not: str = ""
 
 
 class Advice(msgspec.Struct, frozen=True):
     """`trials` best first; `impossible`: reason → candidates that cannot run for it; `why`: what chose the first of
-    equals; `command` starts it, unless `simulated_only` says why no live pipeline can."""
+    equals; `judged_s`: virtual seconds of a judged run; `command` starts the best, unless `simulated_only` says why no
+    live pipeline can. `without_capacity`: why none was searched."""
 
     trials: list[Trial]
     impossible: dict[str, list[str]]
     why: str
     command: str
+    held_out: list[int]
+    judged_s: float
     simulated_only: str = ""
+    without_capacity: str = ""
 
     @property
     def best(self) -> Trial:
         return self.trials[0]
 
 
-@dataclass(slots=True)
-class _Run:
-    """The search: what all candidates have in common, and why some cannot run."""
+class Found(msgspec.Struct, frozen=True):
+    """Advice, and all candidates that it compared, the best first."""
 
-    options: argparse.Namespace
-    model: ModelShape
-    traffic: Traffic
-    sim_options: SimOptions
-    progress: Callable[[str], None]
-    impossible: dict[str, list[str]] = field(default_factory=dict)
-
-    def config(self, candidate: Candidate) -> Config:
-        return configuration(self.options, candidate.preset, candidate.settings)
-
-    def cannot(self, label: str, error: ConfigError) -> None:
-        self.impossible.setdefault(str(error), []).append(label)
-
-    def reports(self, candidates: Iterable[Candidate], requests: int | None) -> list[Tried]:
-        """Simulate the candidates on the first `requests` (None: all). Return them best first."""
-        workload = self.traffic.workload(self.options.rate)
-        if requests is not None:
-            workload = replace(workload, items=workload.items[:requests])
-        found = []
-        for candidate in candidates:
-            self.progress(candidate.label)
-            try:
-                report = self._simulate(candidate, workload)
-            except ConfigError as error:
-                self.cannot(candidate.label, error)
-            else:
-                found.append(Tried(candidate, report))
-        return sorted(found, key=lambda trial: _merit(trial.report), reverse=True)
-
-    def capacity(self, candidate: Candidate, start_per_s: float) -> Capacity:
-        self.progress(f"capacity of {candidate.label}")
-
-        def at_rate(rate: float) -> SimReport:
-            return self._simulate(candidate, self.traffic.workload(rate))
-
-        return find_capacity(at_rate, start_per_s, self.options.capacity, tolerance=_EQUAL)
-
-    def _simulate(self, candidate: Candidate, workload: Workload) -> SimReport:
-        config = self.config(candidate)
-        return simulate(config, candidate.cluster, self.model, workload, self.sim_options, candidate.roles)
+    advice: Advice
+    best: Candidate
+    all: list[Candidate]
 
 
 def advise(
@@ -165,183 +99,147 @@ def advise(
     model: ModelShape,
     traffic: Traffic,
     sim_options: SimOptions,
-    progress: Callable[[str], None],
-) -> Advice:
+    progress: Progress,
+) -> Found:
     """Search the best candidate. Raises `ConfigError` when none can run."""
-    run = _Run(options, model, traffic, sim_options, progress)
-    fixed = options.tensor_parallel is not None
-    whole = undivided(model)
-    if whole and not fixed and len(groups(cluster, model, fixed=False)) > 1:
-        run.cannot("groups of devices", ConfigError(f"{whole}; --tensor-parallel N simulates groups of N all the same"))
-    candidates = [
-        candidate
-        for grouped in groups(cluster, model, fixed=fixed or bool(whole))
-        for preset in presets
-        for candidate in _candidates(run, preset, grouped)
-    ]
-    firsts: list[Tried] = []
-    if len(candidates) > _MAX_WHOLE:
-        count = len(traffic.workload(options.rate).items)
-        firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_SHARE * count)))
-        candidates = shortlist([first.candidate for first in firsts])
-    trials = distinct(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
-    if not trials:
-        raise ConfigError(_nothing_runs(run.impossible))
-    start = options.rate or traffic.own_rate_per_s or trials[0].report.overall.requests_per_s
-    capacities = {candidate.label: run.capacity(candidate, start) for candidate, _ in final(trials)}
-    best, why = choose(trials, {name: found.rate_per_s for name, found in capacities.items()})
-    trials.sort(key=lambda trial: trial.candidate is not best)
-    seen = {(candidate.preset, candidate.label) for candidate, _ in trials}
-    others = [trial for trial in firsts if (trial.candidate.preset, trial.candidate.label) not in seen]
-    return Advice(
-        [_trial(candidate, report, capacities.get(candidate.label), whole=True) for candidate, report in trials]
-        + [_trial(candidate, report, None, whole=False) for candidate, report in others],
-        run.impossible,
-        why,
-        command(options, best, model.name),
-        whole if best.cluster.tensor_parallel > 1 else "",
-    )
+    lab = Lab(options, model, traffic, sim_options, progress)
+    every = candidates(options, presets, cluster, model, lab.refuse)
+    if not every:
+        raise ConfigError(_nothing_runs(lab.impossible))
+    with lab.processes(options.jobs):
+        return _Search(lab, every).found()
 
 
-# -- candidates ------------------------------------------------------------------------------------------------------
+class _Search:
+    """The looks of one advice, and what they left behind."""
 
+    def __init__(self, lab: Lab, every: list[Candidate]) -> None:
+        self._lab, self._every = lab, every
+        self._slo = parse_slo(lab.options.slo)
+        self._lost: list[Trial] = []
+        seed = lab.options.seed
+        self._held_out = [seed + _FIRST_HELD_OUT + number for number in range(_HELD_OUT)]
+        duration_s, tokens = lab.options.duration or DURATION_S, _JUDGED_TOKENS
+        self._judged = Look(seed, duration_s, float("inf") if lab.options.duration else tokens)
 
-def undivided(model: ModelShape) -> str:
-    """Return why no live worker computes this model on several devices, as far as its shape shows
-    (`rank_shares.hindrance` reads its configuration); "" where one does."""
-    return "" if model.gated_mlp else f"{model.name} is not Llama-shaped, which live workers do not divide over devices"
-
-
-def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]:
-    """Return the cluster with its devices in groups of every size that host and heads allow; unchanged where its groups
-    are given, or it has no links for them (CPUs, unlike instances)."""
-    if fixed or cluster.cpu or cluster.parts:
-        return [cluster]
-    devices, own = cluster.instances * cluster.tensor_parallel, cluster.tensor_parallel
-    host = (cluster.per_host or cluster.instances) * own
-    return [
-        msgspec.structs.replace(
-            cluster, instances=devices // size, tensor_parallel=size, per_host=cluster.per_host * own // size
+    def found(self) -> Found:
+        finalists = self._finalists(self._able())
+        if not finalists:
+            raise ConfigError(_nothing_runs(self._lab.impossible))
+        judged = self._judge(finalists)
+        chosen_from = final(judged, self._affordable(judged))
+        capacities, without = self._capacities(chosen_from)
+        rates = {label: capacity.rate_per_s for label, capacity in capacities.items()}
+        best, why, why_not = choose(judged, rates)
+        trials = [
+            _trial(
+                each.candidate,
+                each.reports[0],
+                "judged",
+                why_not.get(each.candidate.label, ""),
+                seeds=each.kept,
+                mean_cost=each.cost,
+                capacity=capacities.get(each.candidate.label),
+            )
+            for each in sorted(judged, key=lambda each: (each is not best, -each.mean, -each.goodput))
+        ]
+        lab, whole = self._lab, undivided(self._lab.model)
+        advice = Advice(
+            trials + self._lost,
+            lab.impossible,
+            why,
+            command(lab.options, best.candidate, lab.model.name),
+            self._held_out,
+            best.reports[0].duration_s,
+            whole if best.candidate.cluster.tensor_parallel > 1 else "",
+            without,
         )
-        for size in sorted({*_GROUPS, own})
-        if host % size == 0 and devices % size == 0 and _divides(model, size)
-    ]
+        others = [each for each in self._every if each != best.candidate]
+        return Found(advice, best.candidate, [best.candidate, *others])
 
+    def _able(self) -> list[Candidate]:
+        """Return the candidates on devices that could keep the SLO. The others are known as impossible."""
+        lab, sample = self._lab, self._lab.workload(Look(self._lab.options.seed, DURATION_S, _LOOKS[0][0])).items
+        drafts = bool(lab.sim_options.acceptance or lab.sim_options.draft_rates)
+        clusters = {each.cluster.tensor_parallel: each.cluster for each in self._every}
+        ceilings = {size: ceiling(each, lab.model, sample, drafts=drafts) for size, each in clusters.items()}
+        highest = max(ceilings.values())
+        able = [each for each in self._every if ceilings[each.cluster.tensor_parallel] >= _HOPELESS * highest]
+        for each in self._every:
+            if each not in able:
+                share = ceilings[each.cluster.tensor_parallel]
+                said = f"instances of {each.cluster.tensor_parallel} keep {share:.0%} of the SLOs at most, even idle"
+                lab.refuse(each.label, ConfigError(said))
+        return able
 
-def _divides(model: ModelShape, size: int) -> bool:
-    """Check heads, of which KV heads may be copied, and experts' columns: codes divide by whole groups that share a
-    scale, of which some devices have one more."""
-    copied = model.kv_heads % size == 0 or size % model.kv_heads == 0
-    if model.expert_bits and model.expert_intermediate // _COLUMNS_OF_CODES < size:
-        return False
-    columns = 0 if model.expert_bits else model.expert_intermediate
-    return copied and not any(each % size for each in (model.heads, columns, model.shared_intermediate))
+    def _finalists(self, able: list[Candidate]) -> list[Candidate]:
+        """Rank in looks that fewer and fewer take part in. Return those to be judged."""
+        lab, seed = self._lab, self._lab.options.seed
+        self._plan(len(able))
+        for number, (tokens, most) in enumerate(_LOOKS):
+            last = number == len(_LOOKS) - 1
+            if last:
+                able = [*able, *(each for plain in able[:_WITH_CHUNKS] for each in chunked(lab.options, plain))]
+            if len(able) <= most:
+                continue
+            look = Look(seed + number, min(DURATION_S, self._judged.duration_s), tokens)
+            trials = ranked(lab.look(able, look), self._slo)
+            trials = distinct(trials) if last else trials
+            going_on = shortlist(trials, most)
+            first = kept(trials[0].report) if trials else 0.0
+            losers = [
+                _trial(*trial, _STAGES[number], _why_dropped(trial, first)) for trial in trials if trial not in going_on
+            ]
+            self._lost = losers + self._lost
+            able = [candidate for candidate, _ in going_on]
+        return able
 
+    def _plan(self, count: int) -> None:
+        """Foresee the work, for whoever waits."""
+        lab, seed = self._lab, self._lab.options.seed
+        for tokens, most in _LOOKS:
+            if count > most:
+                lab.planned += count * lab.size(Look(seed, DURATION_S, tokens))
+            count = min(count, most + 1)
+        lab.planned += count * _HELD_OUT * lab.size(self._judged) + count * _CAPACITY_TOKENS / 4
 
-def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:
-    try:
-        config = configuration(run.options, preset)
-        model = as_stored(run.model, config, cluster)
-        geometry = model.kv_geometry(config.kv.block_size, grouped=groups_layers(config))
-        kv_blocks(config, cluster, model, geometry)
-        splits = list(_splits(config, cluster.instances))
-    except ConfigError as error:
-        run.cannot(preset, error)
-        return
-    for roles in splits:
-        yield Candidate(preset, cluster, roles)
+    def _judge(self, finalists: list[Candidate]) -> list[Judged]:
+        reports: dict[str, list[SimReport]] = {each.label: [] for each in finalists}
+        for seed in self._held_out:
+            for candidate, report in self._lab.look(finalists, self._judged._replace(seed=seed)):
+                reports[candidate.label].append(report)
+        judged = [Judged(each, reports[each.label]) for each in finalists if len(reports[each.label]) == _HELD_OUT]
+        if not judged:
+            raise ConfigError(_nothing_runs(self._lab.impossible))
+        return judged
 
+    def _point_tokens(self, judged: Sequence[Judged]) -> float:
+        """Estimate a capacity point's tokens of answers."""
+        lab = self._lab
+        start = self._start(judged) or lab.load(judged[0].candidate, 0).start_per_s()
+        times = [report.overall.jct_ms for each in judged for report in each.reports]
+        mean_s = max((each.mean / 1e3 for each in times if each is not None), default=0.0)
+        return start * max(WINDOW_S, MEAN_TIMES * mean_s) * lab.answer_tokens
 
-def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
-    """Yield the preset's own shares, and for prefill beside decode others too."""
-    own = spread_roles(base, instances)
-    yield own
-    if set(own) == {Role.PREFILL, Role.DECODE}:
-        counts = {min(instances - 1, max(1, round(share * instances))) for share in _PREFILL_SHARES}
-        for prefills in sorted(counts - {own[Role.PREFILL]}):
-            yield {Role.PREFILL: prefills, Role.DECODE: instances - prefills}
+    def _start(self, judged: Sequence[Judged]) -> float | None:
+        """Return the traffic's own rate, where to begin a search."""
+        lab = self._lab
+        own = lab.options.rate or lab.traffic.own_rate_per_s
+        usual = lab.load(judged[0].candidate, 0).start_per_s()
+        holds = any(each.mean >= lab.options.capacity for each in judged)
+        return own if own is None else max(own, usual) if holds else min(own, usual)
 
+    def _affordable(self, judged: Sequence[Judged]) -> int:
+        return min(3, max(1, int(_CAPACITY_TOKENS / (_POINTS * self._point_tokens(judged)))))
 
-def _chunked(run: _Run, candidate: Candidate) -> Iterator[Candidate]:
-    """Yield the candidate with the preset's chunks of prompts, and with others."""
-    yield candidate
-    own = run.config(candidate).engine
-    for chunk in _CHUNKS:
-        if chunk != own.prefill_chunk:
-            settings = [f"engine.prefill_chunk={chunk}"]
-            if chunk > own.max_step_tokens:
-                settings.append(f"engine.max_step_tokens={chunk}")
-            yield replace(candidate, settings=tuple(settings))
-
-
-def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best candidates, at most two splits of a preset and group; the default preset's best always."""
-    found: list[Candidate] = []
-    for candidate in ranked:
-        same = [each for each in found if (each.preset, each.cluster) == (candidate.preset, candidate.cluster)]
-        if len(same) < 2 and len(found) < _MAX_WHOLE:
-            found.append(candidate)
-    default = next((each for each in ranked if each.preset == DEFAULT_PRESET), None)
-    return found if default is None or default in found else [*found, default]
-
-
-def distinct(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials without those whose settings change nothing: their preset ignores them."""
-    plain = [(candidate, report.overall) for candidate, report in trials if not candidate.settings]
-    return [
-        trial
-        for trial in trials
-        if not trial.candidate.settings or (replace(trial.candidate, settings=()), trial.report.overall) not in plain
-    ]
-
-
-@cache
-def _options_of(preset: str) -> int:
-    """Count the options that the preset's file sets; 0 where there is none."""
-    path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
-    sections = read_yaml(path).values() if path.is_file() else ()
-    return sum(len(section) if isinstance(section, dict) else 1 for section in sections)
-
-
-# -- the choice ------------------------------------------------------------------------------------------------------
-
-
-def as_good(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials that the best one does not beat by more than one seed can show."""
-    met, goodput, _ = _merit(trials[0].report)
-    merits = [(trial, _merit(trial.report)) for trial in trials]
-    least_met, least_goodput = met - _EQUAL_MET, goodput * (1.0 - _EQUAL_GOODPUT)
-    return [trial for trial, merit in merits if merit[0] >= least_met and merit[1] >= least_goodput]
-
-
-def final(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials whose capacity is searched: each preset's least busy; the default preset's if as good."""
-    found: dict[str, Tried] = {}
-    for trial in sorted(as_good(trials), key=lambda each: (round(_cost(each.report), 2), each.candidate.simplicity)):
-        found.setdefault(trial.candidate.preset, trial)
-    chosen = list(found.values())[:_FINALISTS]
-    default = found.get(DEFAULT_PRESET)
-    return chosen if default is None or default in chosen else [*chosen, default]
-
-
-def choose(trials: Sequence[Tried], capacities: dict[str, float]) -> tuple[Candidate, str]:
-    """Choose among those that are as good as the best and whose capacity is known: by capacity, then cost, then
-    simplicity. Return the reason, too."""
-    known = [trial for trial in as_good(trials) if trial.candidate.label in capacities]
-    others = len(as_good(trials)) - 1
-    if not others:
-        return known[0].candidate, "no other candidate keeps as much"
-    why = f"{others} other{'s' if others > 1 else ''} as good here; it has "
-    most = max(capacities[candidate.label] for candidate, _ in known)
-    able = [trial for trial in known if capacities[trial.candidate.label] >= (1.0 - _EQUAL) * most]
-    if len(able) == 1:
-        return able[0].candidate, why + "the highest capacity"
-    least = min(_cost(report) for _, report in able)
-    cheap = [trial for trial in able if _cost(trial.report) <= (1.0 + _EQUAL) * least]
-    if len(cheap) == 1:
-        return cheap[0].candidate, why + "no less capacity, and computes least"
-    simplest = min(cheap, key=lambda trial: trial.candidate.simplicity).candidate
-    return simplest, why + "no less capacity, costs no more and is simplest"
+    def _capacities(self, chosen_from: Sequence[Judged]) -> tuple[dict[str, Capacity], str]:
+        """Search the capacities of these; none that would take too long."""
+        size = _POINTS * self._point_tokens(chosen_from)
+        if size > _CAPACITY_TOKENS:
+            return {}, f"a search takes some {size / 1e6:.0f} million tokens: cohort simulate --capacity does it"
+        picked = [each.candidate for each in chosen_from]
+        found = self._lab.capacities(picked, self._held_out[0], self._start(chosen_from), size)
+        return {candidate.label: capacity for candidate, capacity in zip(picked, found, strict=True)}, ""
 
 
 def command(options: argparse.Namespace, best: Candidate, model: str) -> str:
@@ -357,22 +255,35 @@ def command(options: argparse.Namespace, best: Candidate, model: str) -> str:
     return " ".join(parts)
 
 
-def _trial(candidate: Candidate, report: SimReport, capacity: Capacity | None, *, whole: bool) -> Trial:
-    roles = {role.value: count for role, count in candidate.roles.items()}
-    group = candidate.cluster.tensor_parallel
-    return Trial(candidate.preset, roles, list(candidate.settings), report, capacity, group, whole, _cost(report))
+def _trial(
+    candidate: Candidate,
+    report: SimReport,
+    stage: Stage,
+    why_not: str,
+    *,
+    seeds: list[float] | None = None,
+    mean_cost: float | None = None,
+    capacity: Capacity | None = None,
+) -> Trial:
+    seeds = [kept(report)] if seeds is None else seeds
+    return Trial(
+        candidate.preset,
+        {role.value: count for role, count in candidate.roles.items()},
+        list(candidate.settings),
+        candidate.cluster.tensor_parallel,
+        stage,
+        sum(seeds) / len(seeds),
+        seeds,
+        cost(report) if mean_cost is None else mean_cost,
+        report,
+        capacity,
+        why_not,
+    )
 
 
-def _cost(report: SimReport) -> float:
-    """Return the share of time in which instances compute for this traffic: another request would have to share it."""
-    return sum(instance.busy for instance in report.instances) / len(report.instances)
-
-
-def _merit(report: SimReport) -> tuple[float, float, float]:
-    whole = report.overall
-    met = round(whole.slo.kept_of_sent, 3) if whole.slo else 0.0
-    goodput = whole.slo.goodput_tokens_per_s if whole.slo else whole.output_tokens_per_s
-    return (met, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))
+def _why_dropped(trial: Tried, best: float) -> str:
+    less = 100 * (best - kept(trial.report))
+    return f"{less:.1f} points behind" if less >= 0.1 else "others have more to spare"
 
 
 def _nothing_runs(impossible: dict[str, list[str]]) -> str:

@@ -46,6 +46,20 @@ class InFlight:
     last_s: float = 0.0
     gaps_within: int = 0
 
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_s - self.first_s) / (self.produced - 1) if self.produced > 1 else 0.0
+
+    @property
+    def attained(self) -> tuple[bool, bool, bool]:
+        """Whether a finished request kept TTFT, TPOT and deadline of its SLO; what the SLO lacks is kept."""
+        slo, since_s = self.item.slo, self.item.arrival_s
+        return (
+            not slo.ttft_s or self.first_s - since_s <= slo.ttft_s,
+            not slo.tpot_s or self.tpot_s <= slo.tpot_s,
+            not slo.deadline_s or self.last_s - since_s <= slo.deadline_s,
+        )
+
 
 @dataclass(slots=True)
 class ClassStats:
@@ -385,14 +399,11 @@ class TraceClients:
     # -- endings -----------------------------------------------------------------------------------------------
 
     def _finished(self, now_s: float, live: InFlight) -> None:
-        item, slo = live.item, live.item.slo
+        item = live.item
         self.last_end_s = max(self.last_end_s, now_s)
         ttft_s = live.first_s - item.arrival_s
         jct_s = live.last_s - item.arrival_s
-        tpot_s = (live.last_s - live.first_s) / (live.produced - 1) if live.produced > 1 else 0.0
-        attained_ttft = not slo.ttft_s or ttft_s <= slo.ttft_s
-        attained_tpot = not slo.tpot_s or tpot_s <= slo.tpot_s
-        attained_deadline = not slo.deadline_s or jct_s <= slo.deadline_s
+        attained_ttft, attained_tpot, attained_deadline = live.attained
         each = self.classes[item.traffic_class]
         each.finished += 1
         each.prompt_tokens += item.prompt_tokens
@@ -412,7 +423,7 @@ class TraceClients:
         each.jct.add(jct_s)
         each.normalised.add(jct_s / live.produced)
         if live.produced > 1:
-            each.tpot.add(tpot_s)
+            each.tpot.add(live.tpot_s)
             each.second.add(live.second_s - item.arrival_s)
         if live.answered is not None:
             live.answered(now_s)

@@ -90,13 +90,13 @@ class SimCluster:
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
         parts = [cluster.of(number) for number in range(cluster.instances)]
-        costs = {} if measured else {part.device: _cost_model(model, part) for part in parts}
+        costs = {} if measured else {part.device: cost_model(model, part) for part in parts}
         self.costs = [each.cost for each in measured] or [costs[part.device] for part in parts]
         """Cost model of every instance, by number."""
         blocks = [(each.blocks, each.host_blocks) for each in measured]
         draft = options.draft_model if config.speculation.mode == "model" else None
         blocks = blocks or [kv_blocks(config, part, model, self.geometry, draft) for part in parts]
-        self._draft_costs = {} if draft is None else {part.device: _cost_model(draft, part) for part in parts}
+        self._draft_costs = {} if draft is None else {part.device: cost_model(draft, part) for part in parts}
         largest = max(on_device for on_device, _ in blocks)
         longest = min(config.model.max_model_len or model.max_positions, self.geometry.positions(largest))
         self.roles = named = {
@@ -280,7 +280,8 @@ class SimCluster:
             self._arrive(item, users)
 
 
-def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
+def cost_model(model: ModelShape, part: Cluster) -> CostModel:
+    """Make the cost model of these equal instances."""
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )

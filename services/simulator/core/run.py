@@ -1,8 +1,8 @@
-"""One simulation from its ingredients or of a comparison's cell, and searches made of many: capacity at an SLO."""
+"""One simulation, from its ingredients or of a comparison's cell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -64,49 +64,3 @@ def measure(cell: Cell) -> CellResult:
         longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
         numbers=columns_of(msgspec.to_builtins(judged)),
     )
-
-
-class Capacity(msgspec.Struct, frozen=True):
-    """Highest request rate at which the share of attained SLOs is at least `target`; 0 when no rate tried keeps it.
-    `tried`: rate → share kept of all sent, in the order of the search."""
-
-    target: float
-    rate_per_s: float
-    tried: list[tuple[float, float]]
-
-
-def find_capacity(
-    at_rate: Callable[[float], SimReport], start_per_s: float, target: float, *, tolerance: float = 0.04
-) -> Capacity:
-    """Double or halve from `start_per_s` until the target is bracketed, then bisect to `tolerance` of the rate.
-
-    Assumes that attainment falls with the rate, which holds up to noise; the noise is the same at every rate because a
-    rate only scales the pattern of arrivals.
-    """
-    tried: list[tuple[float, float]] = []
-
-    def keeps(rate: float) -> bool:
-        slo = at_rate(rate).overall.slo
-        tried.append((rate, slo.kept_of_sent if slo else 0.0))
-        return tried[-1][1] >= target
-
-    good, bad = 0.0, float("inf")
-    rate = start_per_s
-    for _ in range(12):
-        if keeps(rate):
-            good = max(good, rate)
-            rate *= 2
-        else:
-            bad = min(bad, rate)
-            rate /= 2
-        if good and bad < float("inf"):
-            break
-        if good == 0.0 and len(tried) > 8:
-            return Capacity(target, 0.0, tried)
-    while bad < float("inf") and bad - good > tolerance * bad:
-        middle = (good + bad) / 2
-        if keeps(middle):
-            good = middle
-        else:
-            bad = middle
-    return Capacity(target, good, tried)

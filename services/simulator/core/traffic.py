@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 from cohort.common.errors import ConfigError
@@ -24,6 +26,9 @@ DAY = "day"
 """Name of a synthetic day in `--duration` seconds, whose peak is `--rate`."""
 _ENOUGH = 1000
 """Number of requests when neither a number nor a duration is given and the source has no end."""
+_SAMPLE = 200
+_GOLDEN = 0.5 * (5.0**0.5 - 1.0)
+"""Multiples of it spread evenly over a trace, modulo 1, however many there are."""
 
 
 class Traffic:
@@ -47,6 +52,7 @@ class Traffic:
         self._slo, self._best_effort = slo, best_effort
         self._trace: Trace | None = None
         self._source: Source | None = None
+        self._parted = False
         fixed = _FIXED.match(text)
         if (path := trace_file(text)) is not None:
             self._trace = read_trace(path, sort=sort)
@@ -58,6 +64,21 @@ class Traffic:
         elif text not in (DAY, *SERVEGEN, *SHAPES):
             known = ", ".join((DAY, *names(), *SERVEGEN, *SHAPES))
             raise ConfigError(f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {known}")
+
+    def lasting(self, duration_s: float, *, seed: int | None = None, most: int | None = None) -> Traffic:
+        """Return the same traffic for this long, of another seed, of `most` requests. At a rate a trace is drawn from;
+        of one with its own times the seed decides which part of it."""
+        other = copy(self)
+        other._count, other._duration_s = most, duration_s
+        other._seed = self._seed if seed is None else seed
+        other._parted = True
+        return other
+
+    def sample(self) -> list[WorkItem]:
+        """Return requests of usual lengths."""
+        other = copy(self)
+        other._count, other._duration_s = min(self._count or _SAMPLE, _SAMPLE), None
+        return list(other.workload(1.0).items)
 
     def workload(self, rate_per_s: float | None = None, concurrency: int | None = None) -> Workload:
         """Generate at this rate (Poisson unless `cv`), at this concurrency, or with the source's own times. Without any
@@ -96,6 +117,8 @@ class Traffic:
                 duration_s is not None or (count or 0) > len(self._trace.rows)
             )
             source = FromTrace(self._trace, name, resample=resample)
+            if self._parted and duration_s is not None and isinstance(arrivals, TraceTimes):
+                return _part(generate(name, source, arrivals, seed=self._seed), duration_s, count, self._seed)
             return generate(name, source, arrivals, count=count, duration_s=duration_s, seed=self._seed)
         arrivals = arrivals or (None if self._text in SHAPES and SHAPES[self._text].rate_per_s else AllAtOnce())
         if count is None and (duration_s is None or isinstance(arrivals, AllAtOnce | ClosedLoop)):
@@ -114,6 +137,13 @@ class Traffic:
         if self._trace is None:
             return SHAPES[self._text].rate_per_s if self._text in SHAPES else None
         return self.workload().rate_per_s if self._trace.arrival_s is not None else None
+
+
+def _part(whole: Workload, duration_s: float, most: int | None, seed: int) -> Workload:
+    """Cut out a part of this length, another one for each seed; all of a workload that is no longer."""
+    start_s = max(0.0, whole.span_s - duration_s) * (_GOLDEN * seed % 1.0)
+    items = [item for item in whole.items if start_s <= item.arrival_s < start_s + duration_s][:most]
+    return replace(whole, items=tuple(replace(item, arrival_s=item.arrival_s - start_s) for item in items))
 
 
 def parse_slo(text: str) -> Slo:

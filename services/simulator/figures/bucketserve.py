@@ -40,8 +40,9 @@ from cohort.common.workloads.changes import clip, mixture, with_slos
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import per_token
+from cohort.services.simulator.core.capacity import Point, find_capacity
 from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.core.run import find_capacity, simulate
+from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
@@ -185,8 +186,12 @@ def _online(lab: Lab, system: str, name: str, rate: float, longer: float = 1.0) 
 
 def _capacity(lab: Lab, system: str, name: str) -> float:
     """Find the highest rate at which 80 % keep their SLO."""
-    start = _LOADS[name].start_per_s
-    return find_capacity(lambda rate: _online(lab, system, name, rate), start, 0.8, tolerance=0.06).rate_per_s
+
+    def at_rate(rate: float) -> Point:
+        slo = _online(lab, system, name, rate).overall.slo
+        return Point(rate, slo.kept_of_sent if slo else 0.0)
+
+    return find_capacity(at_rate, _LOADS[name].start_per_s, 0.8, tolerance=0.06).rate_per_s
 
 
 def _served(lab: Lab, system: str, name: str) -> float:

@@ -1,6 +1,6 @@
 """Models, devices, links and clusters as data: YAML files in configs/, checked key by key.
 
-    configs/models/NAME.yaml     a decoder's shape
+    configs/models/NAME.yaml     a decoder's shape, or what it has otherwise than another (`like`)
     configs/devices/NAME.yaml    a device: peaks, fitted efficiencies, the stacks measured on it
     configs/hardware/links.yaml  bandwidth and latency by kind of link
     configs/clusters/NAME.yaml   which devices, how many, how they are connected
@@ -301,8 +301,12 @@ def core_slowdowns(cores: int, engines: Sequence[tuple[float, float]]) -> list[f
 
 
 def load_model(name: str) -> ModelShape:
-    """Load a model of configs/models, of the user's profiles, or of a YAML file. Raises `ConfigError`."""
-    data = converted(mapping(name, "models"), _ModelFile, _origin(name, "models"))
+    """Load a model of configs/models, of the user's profiles, or of a YAML file; one with `like` has what it does not
+    name from the model of that name. Raises `ConfigError`."""
+    found = mapping(name, "models")
+    if "like" in found:
+        found = mapping(found.pop("like"), "models") | found
+    data = converted(found, _ModelFile, _origin(name, "models"))
     mixture = (data.experts, data.experts_per_token, data.expert_intermediate)
     if any(mixture) and (not all(mixture) or data.experts_per_token > data.experts or data.dense_layers >= data.layers):
         raise ConfigError(

@@ -8,7 +8,6 @@ import math
 import re
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -24,7 +23,6 @@ from cohort.common.machines.worker.worker_state import WorkerSetup
 from cohort.common.types import Slo
 from cohort.services.cli.__main__ import main
 from cohort.services.simulator.core import deployment
-from cohort.services.simulator.core.run import find_capacity
 from cohort.services.simulator.core.setup import configuration
 from cohort.services.simulator.core.traffic import Traffic, parse_slo
 from cohort.services.simulator.figures.figure import Kind
@@ -32,20 +30,6 @@ from cohort.services.simulator.reproduce.reproduce import all_figures, select
 from tests.services.simulator.lab import cache_of, cluster, config, run, workload
 
 CLUSTER = ["--cluster", "a100-80:2", "--model", "opt-2.7b"]
-
-
-def kept(share: float) -> Any:
-    return SimpleNamespace(overall=SimpleNamespace(slo=SimpleNamespace(kept_of_sent=share)))
-
-
-@pytest.mark.parametrize("start", [0.3, 6.9, 7.1, 300.0])
-def test_the_capacity_is_found_from_any_start(start: float):
-    found = find_capacity(lambda rate: kept(1.0 if rate <= 7.0 else 0.5), start, 0.9)
-    assert 7.0 * 0.95 <= found.rate_per_s <= 7.0
-
-
-def test_no_capacity_is_zero():
-    assert find_capacity(lambda rate: kept(0.0), 4.0, 0.9).rate_per_s == 0.0
 
 
 # -- replay ------------------------------------------------------------------------------------------------------
@@ -242,23 +226,15 @@ def test_a_sweep_is_a_line_per_value(capsys: pytest.CaptureFixture[str]):
     assert [r["preset"] for r in json.loads(capsys.readouterr().out)] == ["unified", "disaggregated"]
 
 
-def test_the_capacity_command(capsys: pytest.CaptureFixture[str]):
-    command = [
-        "simulate",
-        "--trace",
-        "512x16",
-        "--count",
-        "60",
-        *CLUSTER,
-        "--preset",
-        "unified",
-        "--slo",
-        "ttft=0.2",
-        "--capacity",
-        "0.9",
-    ]
-    assert main(command) == 0
-    assert "capacity at 90%" in capsys.readouterr().out
+def test_the_capacity_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "capacity.json"
+    command = ["simulate", "--trace", "512x4", *CLUSTER, "--preset", "unified", "--slo", "ttft=6", "--pace", "300"]
+    assert main([*command, "--capacity", "0.9", "--json", str(out)]) == 0
+    assert "capacity at 90% of SLOs kept, for " in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    held = [point for point in found["tried"] if point["kept"] >= 0.9 and point["served"] >= 0.97]
+    assert max(point["rate_per_s"] for point in held) == found["rate_per_s"] > 0
+    assert all(point["window_s"] >= max(120, 20 * point["mean_s"]) for point in held)
 
 
 @pytest.mark.parametrize(
@@ -308,8 +284,10 @@ def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureF
         "256x16",
         "--rate",
         "10",
-        "--requests",
+        "--count",
         "40",
+        "--jobs",
+        "1",
         *CLUSTER,
         "--slo",
         "ttft=1,tpot=0.2",
@@ -322,7 +300,8 @@ def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureF
     assert "Recommended: " in capsys.readouterr().out
     advice = json.loads(out.read_text())
     assert {trial["preset"] for trial in advice["trials"]} == {"unified", "disaggregated"}
-    assert advice["trials"][0]["capacity"]["rate_per_s"] > 0
+    assert advice["trials"][0]["seeds"] == [1.0, 1.0, 1.0] and not advice["trials"][0]["why_not"]
+    assert all(trial["why_not"] for trial in advice["trials"][1:])
 
 
 # -- reproduction ------------------------------------------------------------------------------------------------

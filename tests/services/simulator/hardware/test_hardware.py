@@ -42,19 +42,38 @@ MODELS = {
     "llama-2-70b": 69.0,
     "llama-3-8b": 8.03,
     "llama-3-70b": 70.6,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6,
+    "llama-3.3-70b": 70.6,
     "qwen2.5-14b": 14.77,
     "qwen2.5-32b": 32.76,
     "qwen2.5-72b": 72.7,
     "bloom-176b": 176.2,
     "smollm2-135m": 0.1345,
     "mixtral-8x7b": 46.7,
+    "qwen3-0.6b": 0.6,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76,
     "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.1,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671.0,
 }
 
-ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "gpt-oss-20b": 3.6, "gpt-oss-120b": 5.1, "deepseek-v2-lite": 2.4}
+ACTIVE = {
+    "mixtral-8x7b": 12.9,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22.0,
+    "gpt-oss-20b": 3.6,
+    "gpt-oss-120b": 5.1,
+    "deepseek-v2-lite": 2.4,
+    "deepseek-v3": 37.0,
+}
 
 
 @pytest.mark.parametrize("name", ACTIVE)
@@ -63,6 +82,12 @@ def test_mixtures_compute_with_as_many_as_published(name: str):
     shape = load_model(name)
     layers = shape.active_parameters / 1e9
     assert layers * 0.98 < ACTIVE[name] < (layers + 2 * shape.head_parameters / 1e9) * 1.02
+
+
+def test_a_model_like_another_differs_in_what_it_names():
+    model, other = load_model("llama-3.1-8b"), load_model("llama-3-8b")
+    assert model.max_positions == 131072 > other.max_positions
+    assert replace(other, name=model.name, max_positions=131072) == model
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS_DIR.glob("models/*.yaml")), ids=lambda path: path.stem)

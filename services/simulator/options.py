@@ -115,7 +115,7 @@ def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="", metavar="A,B,…", help="candidates (default: all of configs/presets)")
     parser.add_argument("--capacity", type=float, default=0.9, metavar="SHARE", help="SLOs kept at the capacity (0.9)")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one of each core)")
-    parser.add_argument("--all", action="store_true", help="every candidate that was tried, not the best ten")
+    parser.add_argument("--all", action="store_true", help="every set-up that was tried, not eight")
     parser.add_argument("--plot", metavar="FILE.svg", help="write what is printed as a picture")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
     parser.add_argument(

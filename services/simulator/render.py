@@ -22,10 +22,10 @@ from cohort.services.simulator.core.statistics import Distribution
 from cohort.services.simulator.reproduce.reproduce import Reproduced, shown_spread
 
 ADVICE_WIDTH = 80
-_ADVICE_ROWS = 10
+_ADVICE_ROWS = 8
 _REASONS = 3
-_BAR_WIDTH = 12
-_STAGES = {"first look": "1st look: ", "second look": "2nd look: ", "third look": "3rd look: ", "judged": ""}
+_BAR_WIDTH = 10
+_STAGES = {"first look": "look 1: ", "second look": "look 2: ", "third look": "look 3: ", "judged": ""}
 
 
 def table(first: str, *columns: str) -> Table:

@@ -94,7 +94,7 @@ def drawn(random: Random) -> list[str]:
             "--seed": str(random.randrange(1000)),
         }
         part, slack, pace = random.uniform(0.1, 0.5), random.uniform(3.0, 15.0), random.uniform(1.3, 4.0)
-        lab, every = _lab([f"{name}={value}" for name, value in given.items()], 1)
+        lab, every = _lab([f"{name}={value}" for name, value in given.items()], 1, ["unified"])
         if not every:
             continue
         sample = sorted(lab.traffic.sample(), key=lambda item: item.prompt_tokens)
@@ -116,11 +116,11 @@ def _options(asked: list[str], jobs: int) -> argparse.Namespace:
     return parser.parse_args([*asked, f"--jobs={jobs}"])
 
 
-def _lab(asked: list[str], jobs: int) -> tuple[Lab, list[Candidate]]:
+def _lab(asked: list[str], jobs: int, presets: list[str]) -> tuple[Lab, list[Candidate]]:
     options = _options(asked, jobs)
     model = load_model(options.model)
     lab = Lab(options, model, traffic_of(options), simulation_options(options))
-    return lab, candidates(options, preset_names(), cluster_of(options, options.cluster), model, lab.refuse)
+    return lab, candidates(options, presets, cluster_of(options, options.cluster), model, lab.refuse)
 
 
 def _measured(number: int, asked: list[str], jobs: int) -> Pair:
@@ -135,7 +135,7 @@ def _measured(number: int, asked: list[str], jobs: int) -> Pair:
         lambda done, total: None,
     )
     advised_s = time.perf_counter() - began_s
-    lab, _ = _lab(asked, jobs)
+    lab, _ = _lab(asked, jobs, [])
     seed = options.seed + _TRUTH
     with lab.processes(jobs):
         first = ranked(lab.look(found.all, Look(seed, DURATION_S, _ALL)), parse_slo(options.slo))

@@ -158,6 +158,8 @@ class _Window:
         self._may_miss = (1.0 - target) * self._with_slo
         self._kept = self._missed = self._ended = self._finished = 0
         self._sum_s = 0.0
+        self._seen = False
+        """Whether the window of answers is over."""
         self._answers: list[tuple[float, WorkItem]] = []
         """Every answer's last token and its request."""
         options = replace(load.options, horizon_s=float("inf"), warmup_s=0.0)
@@ -200,7 +202,8 @@ class _Window:
                 self._missed += not kept
         if self._missed > self._may_miss:
             raise _Known
-        if self._sim.events.now_s >= self._to_s + self._mean_s and (
-            self._ended == self._sent or self._served() < SERVED
-        ):
+        if self._sim.events.now_s < self._to_s + self._mean_s:
+            return
+        seen, self._seen = self._seen, True
+        if self._ended == self._sent or (not seen and self._served() < SERVED):
             raise _Known

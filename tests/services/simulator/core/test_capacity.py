@@ -44,65 +44,68 @@ def test_what_is_not_served_does_not_hold():
 # -- a queue of deterministic servers -----------------------------------------------------------------------------
 
 
-SERVICE_S, LIMIT_S = 1.0, 3.0
-"""Time of a request alone, and within which it is wanted."""
+PACE = 100.0
+"""Slowness with which a request takes about a second, and messages nearly none of it."""
+WITHIN = 3.0
+"""Times its own service within which a request is wanted."""
 
 
-def server(count: int) -> Load:
-    """Return instances of one row each, whose requests take `SERVICE_S`."""
-    config = lab.config("unified", engine={"max_rows": 1})
-    alone = lab.run(config, lab.cluster(1), lab.workload((0.0, 64, 8))).clients.all.jct.max_s
-    cluster = lab.cluster(count, pace=SERVICE_S / alone)
-    return Load(config, cluster, lab.MODEL, traffic("64x8", Slo(deadline_s=LIMIT_S)), SimOptions())
+def server(count: int) -> tuple[Load, float]:
+    """Return instances of one row each, and the seconds that their requests take."""
+    config, cluster = lab.config("unified", engine={"max_rows": 1}), lab.cluster(count, pace=PACE)
+    service_s = lab.run(config, cluster, lab.workload((0.0, 64, 8))).clients.all.jct.max_s
+    slo = Slo(deadline_s=WITHIN * service_s)
+    return Load(config, cluster, lab.MODEL, traffic("64x8", slo), SimOptions()), service_s
 
 
-def brute_force(load: Load, rate: float, count: int) -> Point:
+def brute_force(load: Load, service_s: float, rate: float, count: int) -> Point:
     """Serve the same arrivals first come first served."""
     window_s = max(WINDOW_S, 200 / rate)
     items = load.traffic.lasting(1.4 * window_s).workload(rate).items
     free_s = [0.0] * count
     kept = []
     for item in items:
-        end_s = max(item.arrival_s, heapq.heappop(free_s)) + SERVICE_S
+        end_s = max(item.arrival_s, heapq.heappop(free_s)) + service_s
         heapq.heappush(free_s, end_s)
         if 0.15 * window_s <= item.arrival_s < 1.15 * window_s:
-            kept.append(end_s - item.arrival_s <= LIMIT_S)
+            kept.append(end_s - item.arrival_s <= WITHIN * service_s)
     return Point(rate, sum(kept) / len(kept))
 
 
-def waits_at_most(limit_s: float, rate: float) -> float:
-    """Erlang 1909 · P(W ≤ t) = (1 - ρ) Σ_k (λ(kD - t))^k / k! · exp(-λ(kD - t)), k ≤ t / D, of M/D/1."""
-    terms = [rate * (k * SERVICE_S - limit_s) for k in range(int(limit_s / SERVICE_S) + 1)]
-    return (1.0 - rate * SERVICE_S) * sum(u**k / math.factorial(k) * math.exp(-u) for k, u in enumerate(terms))
+def waits_at_most(services: float, load: float) -> float:
+    """Erlang 1909 · P(W ≤ t) = (1 - ρ) Σ_k (λ(kD - t))^k / k! · exp(-λ(kD - t)), k ≤ t / D, of M/D/1; t in D."""
+    terms = [load * (k - services) for k in range(int(services) + 1)]
+    return (1.0 - load) * sum(u**k / math.factorial(k) * math.exp(-u) for k, u in enumerate(terms))
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_capacity_is_that_of_a_queue_of_deterministic_servers(count: int):
-    load = server(count)
-    found = load.capacity(0.7 * count, 0.9)
-    expected = find_capacity(lambda rate: brute_force(load, rate, count), 0.7 * count, 0.9)
+    load, service_s = server(count)
+    start = 0.7 * count / service_s
+    found = load.capacity(start, 0.9)
+    expected = find_capacity(lambda rate: brute_force(load, service_s, rate, count), start, 0.9)
     assert found.rate_per_s == pytest.approx(expected.rate_per_s, rel=0.05)
     if count == 1:
-        known = find_capacity(lambda rate: Point(rate, waits_at_most(LIMIT_S - SERVICE_S, rate)), 0.5, 0.9)
-        assert found.rate_per_s == pytest.approx(known.rate_per_s, rel=0.15)  # one draw of two hundred requests
+        known = find_capacity(lambda rate: Point(rate, waits_at_most(WITHIN - 1.0, rate)), 0.5, 0.9)
+        assert found.rate_per_s * service_s == pytest.approx(known.rate_per_s, rel=0.15)  # of some two hundred requests
     for point in found.tried:
         assert not point.holds(0.9) or point.window_s >= max(WINDOW_S, MEAN_TIMES * point.mean_s)
 
 
 def test_a_burst_is_no_capacity():
     """A few requests at thrice the rate would all be in time."""
-    load = server(1)
-    few = [item for item in load.traffic.lasting(20.0).workload(3.0).items if item.arrival_s < 1.0]
-    at_once = lab.run(load.config, load.cluster, lab.workload(*((each.arrival_s, 64, 8) for each in few[:3])))
-    assert len(few) >= 3 and at_once.clients.all.jct.max_s <= LIMIT_S
-    point = load.point(3.0, 0.9)
+    load, service_s = server(1)
+    at_once = lab.run(load.config, load.cluster, lab.workload(*((number / 3.0, 64, 8) for number in range(3))))
+    assert at_once.clients.all.jct.max_s <= WITHIN * service_s
+    point = load.point(3.0 / service_s, 0.9)
     assert point.broken_off and not point.holds(0.9)
 
 
 def test_a_point_lasts_as_long_as_its_requests():
-    load = replace(server(1), traffic=traffic("64x200", Slo(deadline_s=500.0)))
-    point = load.point(0.02, 0.9)
-    assert point.holds(0.9) and point.mean_s > 10.0 and point.window_s >= MEAN_TIMES * point.mean_s
+    """More than ten at once: two hundred arrive in less than twenty of their times."""
+    load = replace(server(1)[0], config=lab.config("unified"), traffic=traffic("64x120", Slo(deadline_s=500.0)))
+    point = load.point(1.0, 0.9)
+    assert point.holds(0.9) and point.mean_s > 10.0 and point.window_s >= MEAN_TIMES * point.mean_s > 200.0
 
 
 # -- the roofline --------------------------------------------------------------------------------------------------
@@ -136,11 +139,11 @@ def test_layers_with_a_window_see_no_more_than_it():
 
 
 def test_a_cluster_that_serves_more_than_its_peaks_stops_the_search(monkeypatch: pytest.MonkeyPatch):
-    load = server(1)
-    part = 0.3 / load.bound(load.traffic.sample())
+    load, service_s = server(1)
+    part = 0.3 / service_s / load.bound(load.traffic.sample())
     flops, read = peaks(load.cluster)
     monkeypatch.setattr("cohort.services.simulator.core.roofline.peaks", lambda cluster: (part * flops, part * read))
-    with pytest.raises(BeyondRoofline, match=r"peaks allow 0\.3 at most: the cost model is wrong"):
-        load.capacity(0.6, 0.9)
-    assert load.point(0.2, 0.9).holds(0.9)
+    with pytest.raises(BeyondRoofline, match=r"peaks allow .* at most: the cost model is wrong"):
+        load.capacity(0.6 / service_s, 0.9)
+    assert load.point(0.2 / service_s, 0.9).holds(0.9)
     check(0.3, 0.3, "just what the peaks allow")

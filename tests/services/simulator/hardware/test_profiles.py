@@ -120,5 +120,5 @@ def test_simulate_and_advise_warn(user: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr()
     assert "version 0.0.1 made it" in said.err
     assert "warning" not in said.out
-    assert main(["advise", *traffic, "--preset", "unified", "--requests", "4"]) == 0
+    assert main(["advise", *traffic, "--preset", "unified", "--count", "4", "--jobs", "1"]) == 0
     assert "version 0.0.1 made it" in capsys.readouterr().err

@@ -5,7 +5,7 @@
 
 All candidates of a look replay the same requests; merit is the share of SLOs kept of all sent. Seeds that ranked do not
 judge: who is first among sixty by luck is not so again. The default preset reaches the last look in any case
-(`judgement.py`). A look ends after so many tokens: a fast cluster's is shorter, though not below what `lab.py` says. A
+(`judgement.py`). A look ends after so much work: that of fast traffic is shorter. A
 group of devices that cannot keep the SLO even when idle is not simulated.
 """
 
@@ -31,15 +31,15 @@ from cohort.services.simulator.hardware.hardware import Cluster
 DURATION_S = 600.0
 """Length of the last look."""
 _LOOKS = ((40_000.0, 16), (120_000.0, 5), (300_000.0, 3))
-"""Tokens of answers of each look, and how many candidates go on."""
-_JUDGED_TOKENS = 700_000.0
+"""Work of each look (about tokens of answers, `lab.py`), and how many candidates go on."""
+_JUDGED_WORK = 700_000.0
 _HELD_OUT = 3
 _FIRST_HELD_OUT = 1_000
 """Offset of held-out seeds."""
 _WITH_CHUNKS = 2
 """Candidates that the third look sees with other chunks, too."""
-_CAPACITY_TOKENS = 12e6
-"""Tokens that the search of capacities may take; a point takes some, a search `_POINTS` whole ones."""
+_CAPACITY_WORK = 12e6
+"""Work of all searches of capacities; a search takes `_POINTS` whole points."""
 _POINTS = 2.5
 _HOPELESS = 0.5
 """Groups of devices are left out whose ceiling is lower than this share of the best group's."""
@@ -119,8 +119,8 @@ class _Search:
         self._lost: list[Trial] = []
         seed = lab.options.seed
         self._held_out = [seed + _FIRST_HELD_OUT + number for number in range(_HELD_OUT)]
-        duration_s, tokens = lab.options.duration or DURATION_S, _JUDGED_TOKENS
-        self._judged = Look(seed, duration_s, float("inf") if lab.options.duration else tokens)
+        duration_s = lab.options.duration
+        self._judged = Look(seed, duration_s) if duration_s else Look(seed, DURATION_S, _JUDGED_WORK)
 
     def found(self) -> Found:
         finalists = self._finalists(self._able())
@@ -176,13 +176,13 @@ class _Search:
         """Rank in looks that fewer and fewer take part in. Return those to be judged."""
         lab, seed = self._lab, self._lab.options.seed
         self._plan(len(able))
-        for number, (tokens, most) in enumerate(_LOOKS):
+        for number, (work, most) in enumerate(_LOOKS):
             last = number == len(_LOOKS) - 1
             if last:
                 able = [*able, *(each for plain in able[:_WITH_CHUNKS] for each in chunked(lab.options, plain))]
             if len(able) <= most:
                 continue
-            look = Look(seed + number, min(DURATION_S, self._judged.duration_s), tokens)
+            look = Look(seed + number, min(DURATION_S, self._judged.duration_s), work)
             trials = ranked(lab.look(able, look), self._slo)
             trials = distinct(trials) if last else trials
             going_on = shortlist(trials, most)
@@ -197,11 +197,11 @@ class _Search:
     def _plan(self, count: int) -> None:
         """Foresee the work, for whoever waits."""
         lab, seed = self._lab, self._lab.options.seed
-        for tokens, most in _LOOKS:
+        for work, most in _LOOKS:
             if count > most:
-                lab.planned += count * lab.size(Look(seed, DURATION_S, tokens))
+                lab.planned += count * lab.size(Look(seed, DURATION_S, work))
             count = min(count, most + 1)
-        lab.planned += count * _HELD_OUT * lab.size(self._judged) + count * _CAPACITY_TOKENS / 4
+        lab.planned += count * _HELD_OUT * lab.size(self._judged) + count * _CAPACITY_WORK / 4
 
     def _judge(self, finalists: list[Candidate]) -> list[Judged]:
         reports: dict[str, list[SimReport]] = {each.label: [] for each in finalists}
@@ -213,13 +213,13 @@ class _Search:
             raise ConfigError(_nothing_runs(self._lab.impossible))
         return judged
 
-    def _point_tokens(self, judged: Sequence[Judged]) -> float:
-        """Estimate a capacity point's tokens of answers."""
+    def _point_work(self, judged: Sequence[Judged]) -> float:
+        """Estimate a capacity point's work."""
         lab = self._lab
         start = self._start(judged) or lab.load(judged[0].candidate, 0).start_per_s()
         times = [report.overall.jct_ms for each in judged for report in each.reports]
         mean_s = max((each.mean / 1e3 for each in times if each is not None), default=0.0)
-        return start * max(WINDOW_S, MEAN_TIMES * mean_s) * lab.answer_tokens
+        return start * max(WINDOW_S, MEAN_TIMES * mean_s) * lab.request_work
 
     def _start(self, judged: Sequence[Judged]) -> float | None:
         """Return the traffic's own rate, where to begin a search."""
@@ -230,13 +230,16 @@ class _Search:
         return own if own is None else max(own, usual) if holds else min(own, usual)
 
     def _affordable(self, judged: Sequence[Judged]) -> int:
-        return min(3, max(1, int(_CAPACITY_TOKENS / (_POINTS * self._point_tokens(judged)))))
+        return min(3, max(1, int(_CAPACITY_WORK / (_POINTS * self._point_work(judged)))))
 
     def _capacities(self, chosen_from: Sequence[Judged]) -> tuple[dict[str, Capacity], str]:
         """Search the capacities of these; none that would take too long."""
-        size = _POINTS * self._point_tokens(chosen_from)
-        if size > _CAPACITY_TOKENS:
-            return {}, f"a search takes some {size / 1e6:.0f} million tokens: cohort simulate --capacity does it"
+        size = _POINTS * self._point_work(chosen_from)
+        if size > _CAPACITY_WORK:
+            return (
+                {},
+                f"a search takes {size / 1e6:.0f} million tokens, long to simulate: cohort simulate --capacity does it",
+            )
         picked = [each.candidate for each in chosen_from]
         found = self._lab.capacities(picked, self._held_out[0], self._start(chosen_from), size)
         return {candidate.label: capacity for candidate, capacity in zip(picked, found, strict=True)}, ""

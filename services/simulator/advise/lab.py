@@ -30,20 +30,22 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _FEWEST = 60
 """Requests of a look at least, however long their answers are."""
+_REQUEST = 100.0
+"""Work of a request beside its answer, in tokens of one."""
 _TAIL_S = 120.0
 """Time after the last arrival; what has not ended by then is late."""
 _WARM_UP, _WARM_REQUESTS = 0.1, 200
-"""Share of a look whose requests do not count, from so many requests on."""
+"""Share of a look whose requests do not count, from so many on."""
 _COARSE = 0.1
 """Tolerance of the search for capacities."""
 
 
 class Look(NamedTuple):
-    """`tokens`: of all answers together at most."""
+    """`work`: at most, in tokens of answers."""
 
     seed: int
     duration_s: float
-    tokens: float = math.inf
+    work: float = math.inf
 
 
 class Tried(NamedTuple):
@@ -71,7 +73,7 @@ class Lab:
 
     def __post_init__(self) -> None:
         sample = self.traffic.sample()
-        self.answer_tokens = sum(item.output_tokens for item in sample) / len(sample)
+        self.request_work = _REQUEST + sum(item.output_tokens for item in sample) / len(sample)
 
     @contextmanager
     def processes(self, count: int) -> Iterator[None]:
@@ -94,7 +96,7 @@ class Lab:
 
     def requests(self, look: Look) -> int:
         """Return the most requests of a look."""
-        within = max(_FEWEST, math.ceil(look.tokens / self.answer_tokens)) if look.tokens < math.inf else 10**9
+        within = max(_FEWEST, math.ceil(look.work / self.request_work)) if look.work < math.inf else 10**9
         return min(within, self.options.count or within)
 
     def workload(self, look: Look) -> Workload:
@@ -102,8 +104,8 @@ class Lab:
         return traffic.workload(self.options.rate)
 
     def size(self, look: Look) -> float:
-        """Return a look's tokens of answers."""
-        return len(self.workload(look).items) * self.answer_tokens
+        """Return a look's work."""
+        return len(self.workload(look).items) * self.request_work
 
     def look(self, candidates: Sequence[Candidate], look: Look) -> list[Tried]:
         """Simulate the candidates. Those that cannot run are left out, and known as `impossible`."""
@@ -119,7 +121,7 @@ class Lab:
     def capacities(
         self, candidates: Sequence[Candidate], seed: int, start_per_s: float | None, size: float
     ) -> list[Capacity]:
-        """Search the capacities, with traffic of this seed. `size`: work for one, in tokens."""
+        """Search the capacities, with traffic of this seed. `size`: work for one."""
         asked = [(candidate, seed, start_per_s) for candidate in candidates]
         return list(self._map(_capacity, asked, size))
 

@@ -31,14 +31,14 @@ from cohort.services.simulator.options import add_advise_arguments
 
 ENOUGH = 0.98
 _ALL, _BEST = 100_000.0, 300_000.0
-"""Tokens of answers with which all candidates, then the best few, are simulated."""
+"""Work (`lab.py`) with which all candidates, then the best few, are simulated."""
 _FEW = 5
 _TRUTH = 5_000
 """Offset of the seeds of the truth."""
 _MODELS = ("llama-3-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b", "opt-13b", "mixtral-8x7b")
 _SHAPES = ("bros-sharegpt", "bros-lmsys", "alignedserve-azure", "bucketserve-alpaca", "dynaserve-code")
-_MOST_TOKENS_PER_S = 3_000.0
-"""Answers of a pair's traffic: a faster one would take too long to simulate with every candidate."""
+_MOST_WORK_PER_S = 3_000.0
+"""Work of a pair's traffic: a faster one would take too long to simulate with every candidate."""
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def drawn(random: Random) -> list[str]:
         alone_s = cost.step_s(StepWork(prompt, 1, 1, prefill_pairs(0, prompt), prompt))
         token_s = cost.step_s(StepWork(1, 1, 1, decode_rows=1, decode_context=prompt, longest_context=prompt))
         rate = part * lab.load(every[0], 0).bound(sample)
-        if rate * lab.answer_tokens > _MOST_TOKENS_PER_S:
+        if rate * lab.request_work > _MOST_WORK_PER_S:
             continue
         given["--rate"] = f"{rate:.3g}"
         given["--slo"] = f"ttft={max(0.2, slack * alone_s):.2g},tpot={pace * token_s:.2g}"

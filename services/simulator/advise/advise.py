@@ -195,7 +195,7 @@ class _Search:
         return able
 
     def _plan(self, count: int) -> None:
-        """Foresee the work, for whoever waits."""
+        """Estimate the work, for whoever waits."""
         lab, seed = self._lab, self._lab.options.seed
         for work, most in _LOOKS:
             if count > most:

@@ -47,7 +47,7 @@ class Judged(NamedTuple):
         return sum(cost(report) for report in self.reports) / len(self.reports)
 
     def beats(self, other: Judged) -> bool:
-        """Whether it keeps more on every seed, and more in the mean than is equal."""
+        """Compare: true if it keeps more on every seed, and more in the mean than is equal."""
         every = all(mine > theirs for mine, theirs in zip(self.kept, other.kept, strict=True))
         return every and self.mean - other.mean > _EQUAL_MET
 

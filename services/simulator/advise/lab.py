@@ -146,7 +146,7 @@ class Lab:
         return Load(config, candidate.cluster, self.model, traffic, options, candidate.roles)
 
     def _map(self, function: Callable[[Lab, _T], _R], arguments: Sequence[_T], size: float) -> Iterator[_R]:
-        results = (
+        results: Iterator[_R] = (
             (function(self, argument) for argument in arguments)
             if self._pool is None
             else self._pool.map(_forked, [function] * len(arguments), arguments)

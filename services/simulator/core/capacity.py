@@ -102,7 +102,7 @@ def find_capacity(
 
 @dataclass(frozen=True)
 class Load:
-    """What is put under rising rates: a set-up and its traffic."""
+    """A set-up and its traffic, whose rate may rise."""
 
     config: Config
     cluster: Cluster

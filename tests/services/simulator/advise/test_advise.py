@@ -33,6 +33,12 @@ SPLIT, ONE = {Role.PREFILL: 2, Role.DECODE: 2}, {Role.UNIFIED: 4}
 SLO = Slo(ttft_s=1.0, tpot_s=0.2)
 
 
+@pytest.fixture(autouse=True)
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the search of capacities (`core/test_capacity.py`), here of fast clusters."""
+    monkeypatch.setattr(Lab, "capacities", lambda self, asked, *rest: [Capacity(0.9, 5.0, []) for _ in asked])
+
+
 def report(kept: float = 1.0, goodput: float = 100.0, busy: float = 0.5, ttft_p99_ms: float = 1.0) -> Any:
     slo = SimpleNamespace(kept_of_sent=kept, goodput_tokens_per_s=goodput)
     overall = SimpleNamespace(
@@ -127,7 +133,7 @@ def test_every_look_holds_the_default_preset() -> None:
 def options_of(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_advise_arguments(parser)
-    return parser.parse_args([*run(*words)[1:], "--cluster", "a100-80:2", "--model", "opt-2.7b", "--jobs", "1"])
+    return parser.parse_args([*run(*words)[1:], "--cluster", "a100-80:2", "--model", "opt-2.7b"])
 
 
 def test_ranking_seeds_do_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +149,6 @@ def test_ranking_seeds_do_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Lab, "simulate", simulate)
     monkeypatch.setattr(advise, "_LOOKS", ((100.0, 3), (100.0, 2), (100.0, 2)))
-    monkeypatch.setattr(Lab, "capacities", lambda self, asked, *rest: [Capacity(0.9, 5.0, []) for _ in asked])
     found = advised(options_of(), ["unified", "bros", "disaggregated", "dynaserve", "ecoserve"])
     assert found.best.preset != "unified"
     lost = next(each for each in found.advice.trials if each.preset == "unified" and each.stage == "judged")
@@ -200,7 +205,7 @@ def test_devices_are_grouped_as_host_and_heads_allow() -> None:
 
 
 def run(*options: str) -> list[str]:
-    return ["advise", "--trace", "256x16", "--rate", "10", "--slo", "ttft=1,tpot=0.2", *options]
+    return ["advise", "--trace", "256x16", "--rate", "10", "--slo", "ttft=1,tpot=0.2", "--jobs", "1", *options]
 
 
 def test_a_reason_that_all_share_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,16 +248,12 @@ def test_a_mixture_that_one_device_does_not_hold_is_recommended_in_groups(capsys
 def test_forty_lines_of_eighty_columns_or_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Lab, "simulate", lambda self, candidate, look: simulated)
-    monkeypatch.setattr(Lab, "capacities", lambda self, asked, *rest: [Capacity(0.9, 5.0, []) for _ in asked])
-    options = options_of("--count", "3", "--preset", "unified")
+    options = options_of("--count", "3")
     made = Lab(options, load_model("opt-2.7b"), traffic_of(options), simulation_options(options))
-    monkeypatch.undo()
     simulated = made.simulate(Candidate("unified", CLUSTER, ONE), Look(0, 60.0))
     monkeypatch.setattr(Lab, "simulate", lambda self, candidate, look: simulated)
-    monkeypatch.setattr(Lab, "capacities", lambda self, asked, *rest: [Capacity(0.9, 5.0, []) for _ in asked])
     picture = tmp_path / "advice.svg"
-    few = run("--cluster", "a100-80:8", "--model", "llama-3.3-70b", "--jobs", "1")
+    few = run("--cluster", "a100-80:8", "--model", "llama-3.3-70b")
     assert main([*few, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out.splitlines()
     command = next(line for line in said if "cohort serve" in line)  # to be copied: in one line

@@ -104,8 +104,8 @@ def test_a_burst_is_no_capacity():
 def test_a_point_lasts_as_long_as_its_requests():
     """More than ten at once: two hundred arrive in less than twenty of their times."""
     load = replace(server(1)[0], config=lab.config("unified"), traffic=traffic("64x120", Slo(deadline_s=500.0)))
-    point = load.point(1.0, 0.9)
-    assert point.holds(0.9) and point.mean_s > 10.0 and point.window_s >= MEAN_TIMES * point.mean_s > 200.0
+    point = load.point(0.6, 0.9)
+    assert point.holds(0.9) and point.mean_s > 10.0 and point.window_s >= MEAN_TIMES * point.mean_s > 200 / 0.6
 
 
 # -- the roofline --------------------------------------------------------------------------------------------------

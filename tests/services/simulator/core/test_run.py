@@ -283,14 +283,16 @@ def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureF
         "--trace",
         "256x16",
         "--rate",
-        "10",
+        "0.2",
         "--count",
         "40",
+        "--pace",
+        "200",
         "--jobs",
         "1",
         *CLUSTER,
         "--slo",
-        "ttft=1,tpot=0.2",
+        "ttft=60",
         "--preset",
         "unified,disaggregated",
         "--json",
@@ -301,6 +303,7 @@ def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureF
     advice = json.loads(out.read_text())
     assert {trial["preset"] for trial in advice["trials"]} == {"unified", "disaggregated"}
     assert advice["trials"][0]["seeds"] == [1.0, 1.0, 1.0] and not advice["trials"][0]["why_not"]
+    assert advice["trials"][0]["capacity"]["rate_per_s"] > 0.2
     assert all(trial["why_not"] for trial in advice["trials"][1:])
 
 

@@ -25,7 +25,7 @@ ADVICE_WIDTH = 80
 _ADVICE_ROWS = 8
 _REASONS = 3
 _BAR_WIDTH = 10
-_STAGES = {"first look": "look 1: ", "second look": "look 2: ", "third look": "look 3: ", "judged": ""}
+_STAGES = {"first look": "1: ", "second look": "2: ", "third look": "3: ", "judged": ""}
 
 
 def table(first: str, *columns: str) -> Table:
@@ -186,12 +186,13 @@ def print_advice(advice: Advice, slo: str, console: Console, *, everything: bool
 
 
 def _judged_table(judged: Sequence[Trial]) -> Table:
-    lines = table("judged", "kept, %", "TTFT p99, s", "TPOT p99, ms", "tokens/s", "busy, %", "holds, /s")
+    lines = table("judged (times: p99)", "kept %", "TTFT s", "TPOT ms", "tok/s", "busy %", "holds/s")
+    lines.columns[0].no_wrap = lines.columns[1].no_wrap = True
     for trial in judged:
         whole = trial.report.overall
         lines.add_row(
             _setup(trial),
-            f"{100 * min(trial.seeds):.1f}–{100 * max(trial.seeds):.1f}",
+            "–".join(dict.fromkeys(f"{100 * share:.3g}" for share in (min(trial.seeds), max(trial.seeds)))),
             f"{whole.ttft_ms.p99 / 1e3:.2f}" if whole.ttft_ms else "–",
             _ms(whole.tpot_ms, "p99"),
             f"{whole.output_tokens_per_s:.0f}",
@@ -203,7 +204,9 @@ def _judged_table(judged: Sequence[Trial]) -> Table:
 
 def _plot(trials: Sequence[Trial]) -> Table:
     """Draw the share of SLOs kept, beside why each lost."""
-    lines = Table("set-up", "SLOs kept", "", "", box=box.SIMPLE_HEAD, pad_edge=False)
+    lines = table("set-up", "SLOs", "kept")
+    lines.columns[0].no_wrap = True
+    lines.add_column("why not (after look)")
     for trial in trials:
         why = "[bold]recommended[/bold]" if not trial.why_not else escape(f"{_STAGES[trial.stage]}{trial.why_not}")
         share = f"{100 * trial.kept:.0f} %"

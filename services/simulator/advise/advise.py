@@ -286,7 +286,7 @@ def _trial(
 
 def _why_dropped(trial: Tried, best: float) -> str:
     less = 100 * (best - kept(trial.report))
-    return f"{less:.1f} points behind" if less >= 0.1 else "others have more to spare"
+    return f"keeps {less:.1f} points less" if less >= 0.1 else "less slack than others"
 
 
 def _nothing_runs(impossible: dict[str, list[str]]) -> str:

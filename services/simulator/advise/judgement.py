@@ -136,7 +136,7 @@ def choose(judged: Sequence[Judged], capacities: Mapping[str, float]) -> Choice:
     equals = as_good(judged)
     why_not = {each.candidate.label: _why_worse(each, equals) for each in judged if each not in equals}
     able = [each for each in equals if each.candidate.label in capacities] or equals
-    why_not |= {each.candidate.label: "as good, and computes more or is less simple" for each in equals}
+    why_not |= {each.candidate.label: "as good, others cost less" for each in equals}
     most = max((capacities.get(each.candidate.label, 0.0) for each in able), default=0.0)
     enough = [each for each in able if capacities.get(each.candidate.label, 0.0) >= (1.0 - _EQUAL) * most]
     why_not |= {each.candidate.label: "as good, but holds less" for each in able if each not in enough}
@@ -162,12 +162,12 @@ def choose(judged: Sequence[Judged], capacities: Mapping[str, float]) -> Choice:
 def _why_worse(loser: Judged, equals: Sequence[Judged]) -> str:
     best = max(equals, key=_merit)
     if _merit(loser) >= _merit(best) and _is_baseline(loser):
-        return "a baseline that does not beat the default on every seed"
+        return "baseline, the default is as good"
     if loser.mean < best.mean - _EQUAL_MET:
         return f"keeps {100 * (best.mean - loser.mean):.1f} points less"
     if loser.goodput < best.goodput * (1.0 - _EQUAL_GOODPUT):
         return f"{100 * (1.0 - loser.goodput / best.goodput):.0f} % fewer tokens in time"
-    return "a baseline that does not beat the default on every seed"
+    return "baseline, the default is as good"
 
 
 def _merit(judged: Judged) -> tuple[float, float]:

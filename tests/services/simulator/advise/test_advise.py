@@ -93,7 +93,7 @@ def test_a_baseline_is_advised_only_if_it_beats_the_default_on_every_seed() -> N
     # Equal to the default but with more capacity: still none to advise.
     equal = judged("baseline-vllm", 0.901, 0.921, 0.941)
     assert chosen(default, equal, baseline_vllm=100.0)[0].startswith(DEFAULT_PRESET)
-    assert choose([default, equal], {}).why_not[equal.candidate.label].startswith("a baseline")
+    assert choose([default, equal], {}).why_not[equal.candidate.label].startswith("baseline")
     assert chosen(judged("baseline-vllm"), judged("unified", 0.9, 0.9, 0.9))[0].startswith("baseline-vllm")
 
 

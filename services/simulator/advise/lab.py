@@ -94,9 +94,12 @@ class Lab:
     def refuse(self, label: str, error: ConfigError) -> None:
         self.impossible.setdefault(str(error), []).append(label)
 
-    def requests(self, look: Look) -> int:
-        """Return the most requests of a look."""
-        within = max(_FEWEST, math.ceil(look.work / self.request_work)) if look.work < math.inf else 10**9
+    def requests(self, look: Look) -> int | None:
+        """Return the most requests of a look; None without a bound."""
+        if math.isinf(look.work):
+            count: int | None = self.options.count
+            return count
+        within = max(_FEWEST, math.ceil(look.work / self.request_work))
         return min(within, self.options.count or within)
 
     def workload(self, look: Look) -> Workload:

@@ -187,6 +187,9 @@ def test_processes_change_nothing() -> None:
     with made.processes(2):
         assert [each.report.overall for each in made.look(two, Look(3, 60.0))] == [e.report.overall for e in alone]
     assert lab._lab is None and made.done == made.planned > 0
+    assert made.requests(Look(0, 600.0)) == 20 and made.requests(Look(0, 600.0, work=1.0)) == 20
+    options.count = None
+    assert made.requests(Look(0, 600.0)) is None and made.requests(Look(0, 600.0, work=116_000.0)) == 1000
 
 
 def test_devices_are_grouped_as_host_and_heads_allow() -> None:

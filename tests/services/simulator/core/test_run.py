@@ -118,6 +118,23 @@ def test_fixed_lengths_at_a_rate():
     assert load.rate_per_s == pytest.approx(10.0, rel=0.5)
 
 
+def test_a_seed_is_a_part_of_a_trace_with_times_and_a_draw_at_a_rate(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    rows = "".join(f"{second},{second + 1},2\n" for second in range(1000))
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    own = traffic(str(path), count=7)
+    first, second = (own.lasting(100.0, seed=seed).workload().items for seed in (1, 2))
+    assert 99 <= len(first) <= 100 and first[0].prompt_tokens != second[0].prompt_tokens
+    for part in (first, second):
+        assert [later.prompt_tokens - part[0].prompt_tokens for later in part] == list(range(len(part)))
+        assert 0.0 <= part[0].arrival_s < 1.0 and part[-1].arrival_s < 100.0
+    assert len(own.lasting(100.0, seed=1, most=30).workload().items) == 30
+    assert len(own.lasting(5000.0, seed=1).workload().items) == 1000
+    drawn = own.lasting(5000.0, seed=1).workload(2.0)
+    assert drawn.items[-1].arrival_s > 4900.0 and drawn.items != own.lasting(5000.0, seed=2).workload(2.0).items
+    assert len(own.sample()) == 7
+
+
 def test_a_trace_keeps_its_times_or_takes_a_rate(tmp_path: Path):
     path = tmp_path / "t.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,2\n4,6,3\n6,7,4\n")

@@ -16,7 +16,7 @@ from cohort.services.simulator.advise import regret
 from cohort.services.simulator.advise.advise import Advice, Trial
 from cohort.services.simulator.advise.planned_day import DayReport
 from cohort.services.simulator.advise.regret import Pair
-from cohort.services.simulator.core.capacity import Capacity
+from cohort.services.simulator.core.capacity import SERVED, Capacity, Point
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.statistics import Distribution
 from cohort.services.simulator.reproduce.reproduce import Reproduced, shown_spread
@@ -126,10 +126,12 @@ def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -
 
 
 def capacity_line(capacity: Capacity) -> str:
-    tried = ", ".join(
-        f"{point.rate_per_s:.3g}/s {'< ' if point.broken_off else ''}{point.kept:.1%}"
-        for point in sorted(capacity.tried, key=lambda point: point.rate_per_s)
-    )
+    def outcome(point: Point) -> str:
+        served = f", served {point.served:.0%}" if point.served < SERVED else ""
+        return "too much" if point.broken_off else f"{point.kept:.1%}{served}"
+
+    points = sorted(capacity.tried, key=lambda point: point.rate_per_s)
+    tried = ", ".join(f"{point.rate_per_s:.3g}/s {outcome(point)}" for point in points)
     if not capacity.rate_per_s:
         return f"capacity: no rate tried keeps {capacity.target:.0%} of the SLOs ({tried})"
     longest_s = max(point.window_s for point in capacity.tried)

@@ -22,7 +22,7 @@ from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSetup
 from cohort.common.types import Slo
 from cohort.services.cli.__main__ import main
-from cohort.services.simulator.core import deployment
+from cohort.services.simulator.core import capacity, deployment
 from cohort.services.simulator.core.setup import configuration
 from cohort.services.simulator.core.traffic import Traffic, parse_slo
 from cohort.services.simulator.figures.figure import Kind
@@ -293,23 +293,25 @@ def test_a_gpu_that_is_named_has_the_sizes_that_its_memory_gives_it_live():
     assert tokens("engine.device=cuda", "engine.max_step_tokens=777") == 777
 
 
-def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_advise_recommends_with_evidence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name, short in {"WINDOW_S": 2.0, "REQUESTS": 20, "MEAN_TIMES": 2.0}.items():
+        monkeypatch.setattr(capacity, name, short)
     out = tmp_path / "advice.json"
     command = [
         "advise",
         "--trace",
         "256x16",
         "--rate",
-        "0.2",
+        "10",
         "--count",
         "40",
-        "--pace",
-        "200",
         "--jobs",
         "1",
         *CLUSTER,
         "--slo",
-        "ttft=60",
+        "ttft=1,tpot=0.2",
         "--preset",
         "unified,disaggregated",
         "--json",
@@ -320,7 +322,7 @@ def test_advise_recommends_with_evidence(tmp_path: Path, capsys: pytest.CaptureF
     advice = json.loads(out.read_text())
     assert {trial["preset"] for trial in advice["trials"]} == {"unified", "disaggregated"}
     assert advice["trials"][0]["seeds"] == [1.0, 1.0, 1.0] and not advice["trials"][0]["why_not"]
-    assert advice["trials"][0]["capacity"]["rate_per_s"] > 0.2
+    assert advice["trials"][0]["capacity"]["rate_per_s"] > 10
     assert all(trial["why_not"] for trial in advice["trials"][1:])
 
 

@@ -3,8 +3,9 @@
 One formula for every device; the simulator turns plans into virtual time with it, and a policy that predicts (D4, R3)
 may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/devices` hold, fitted to measurements.
 
-    step  =  (max(host, device) + fixed + per_row · rows) · (1 + mixed share, where prompts and decodes share it)
-    host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed
+    step  =  (max(launching, device) + host) · (1 + mixed share, where prompts and decodes share it)
+    host  =  fixed + per_row · rows                              ahead, behind decodes: max(launching + host, device)
+    launching = launch · layers                                  the host issuing kernels; 0 where graphs are replayed
     device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
     linear = (computeⁿ + memoryⁿ)^(1/n) · factor(tokens), n = 4  a roofline with a round corner: both limits are near
     memory = the weights' bytes over the bandwidth; of a mixture, of the experts that its tokens reach:
@@ -209,7 +210,8 @@ class StackShape:
     detokenising). The `parallel_*` are added where an instance has several devices (their driver has to talk to them).
     `mixed_share`: how much longer an iteration takes because it holds both prompt chunks and decodes, beside what its
     tokens and positions cost. `mixed_reads`: share of the further reads of decode rows' KV, one for each query head of
-    a group, that reach memory in such an iteration."""
+    a group, that reach memory in such an iteration. `ahead`: the host plans an iteration of decodes while the one
+    before it runs, so that its time shows only where the device is faster; one with prompts waits for the host."""
 
     name: str
     launch_s: float
@@ -219,6 +221,7 @@ class StackShape:
     parallel_row_s: float = 0.0
     mixed_share: float = 0.0
     mixed_reads: float = 0.0
+    ahead: bool = False
 
 
 class StepWork(msgspec.Struct, frozen=True, gc=False):
@@ -286,7 +289,7 @@ class CostModel:
             moved = 2.0 * (tensor_parallel - 1) / tensor_parallel * (self.reduced_token_bytes // 2)
             self._exchange_token_s = 2 * model.layers * moved / device.exchange_bytes_per_s
             self._exchange_s = 2 * model.layers * device.exchange_latency_s
-        self._host_s = stack.launch_s * model.layers
+        self._launch_s = stack.launch_s * model.layers
         self._layers_s = device.layer_s * model.layers
         parallel = tensor_parallel > 1
         self._fixed_s = stack.step_s + (stack.parallel_step_s if parallel else 0.0)
@@ -301,23 +304,27 @@ class CostModel:
         """Return the seconds of one iteration; 0 rows cost nothing."""
         if work.rows == 0:
             return 0.0
-        seconds = self._fixed_s + self._row_s * work.rows + max(self._host_s, self._device_s(work))
+        host_s = self._fixed_s + self._row_s * work.rows
+        if self.stack.ahead and not work.pairs:
+            return max(self._launch_s + host_s, self._device_s(work))
+        seconds = host_s + max(self._launch_s, self._device_s(work))
         mixed = work.pairs and work.decode_rows
         return seconds * (1.0 + self.stack.mixed_share) if mixed else seconds
 
     def repeated_s(self, work: StepWork, steps: int) -> list[float]:
         """Return the seconds of this all-decode iteration and of those that follow with the same rows, `steps` in all,
         each a position longer. The same numbers as `step_s` of each, only cheaper."""
-        overhead = self._fixed_s + self._row_s * work.rows
+        host_s = self._fixed_s + self._row_s * work.rows
+        beside, least = (0.0, self._launch_s + host_s) if self.stack.ahead else (host_s, self._launch_s)
         exchange = self._exchange_token_s * work.tokens + self._exchange_s
         fixed = self._linear_s(work) + exchange + self._layers_s
         context, longest, rows = work.decode_context, work.longest_context, work.decode_rows
-        position_s, host_s = self._position_s, self._host_s
+        position_s = self._position_s
         if self.decode_attention == "split_kv":  # `_decode_s` written out: thousands of times for every request
             devices = [fixed + position_s * each for each in range(context, context + steps * rows, rows)]
         else:
             devices = [fixed + self._decode_s(context + step * rows, longest + step) for step in range(steps)]
-        return [overhead + (device if device > host_s else host_s) for device in devices]
+        return [beside + (device if device > least else least) for device in devices]
 
     def memory_share(self, work: StepWork) -> float:
         """Return the share of an iteration's time that reading its weights and KV would take alone, 0 to 1."""

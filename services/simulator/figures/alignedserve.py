@@ -116,7 +116,7 @@ class _Run:
         )
 
     def _simulate(self, lab: Lab) -> SimReport:
-        given = {"decode_attention": self.attention, "host_memory_bytes": _HOST_BYTES}
+        given = {"stack": "graphs", "decode_attention": self.attention, "host_memory_bytes": _HOST_BYTES}
         cluster, model = load_cluster(f"h100-80:{self.devices}", given), load_model(self.model)
         if not self.host:
             stack = replace(cluster.stack, step_s=0.0, row_s=0.0)
@@ -340,7 +340,7 @@ def _tokens_per_s(cost: CostModel, kinds: list[tuple[float, list[int]]], most_po
 
 def ceiling(model_name: str, attention: DecodeAttention, *, fair: bool) -> float:
     """Return the decode throughput of aligned full batches over that of mixed ones."""
-    cluster, model = load_cluster("h100-80"), load_model(model_name)
+    cluster, model = load_cluster("h100-80", {"stack": "graphs"}), load_model(model_name)
     cost = CostModel(model, cluster.device, cluster.stack, decode_attention=attention)
     free_bytes = 0.9 * cluster.device.memory_bytes - model.weights_total_bytes - cluster.device_reserve_bytes
     positions = _FILLED * free_bytes / model.kv_geometry(1).token_bytes

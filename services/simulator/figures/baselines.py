@@ -54,7 +54,10 @@ _TABLE_1: dict[tuple[str, str], tuple[float, float, float]] = {
 
 
 def _simulate(lab: Lab, shape: str, preset: str, rate: float) -> SimReport:
-    cluster, model = load_cluster("a100-80:2", {"mixed_share": MIXED_SHARE}), load_model("qwen2.5-14b")
+    cluster, model = (
+        load_cluster("a100-80:2", {"stack": "graphs", "mixed_share": MIXED_SHARE}),
+        load_model("qwen2.5-14b"),
+    )
     # vLLM's rule: nine tenths of the device hold weights, workspace and KV.
     kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
     config = load_config(

@@ -138,9 +138,8 @@ def _workload(name: str, arrivals: Arrivals, count: int, seed: int) -> Workload:
 def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:
     system, model = _SYSTEMS[name], load_model("llama-2-13b")
     place = system.place
-    cluster = (
-        _pooled() if place.layers else load_cluster(f"a100-40:{4 // place.devices}", {"tensor_parallel": place.devices})
-    )
+    count, given = 4 // place.devices, {"stack": "graphs", "tensor_parallel": place.devices}
+    cluster = _pooled() if place.layers else load_cluster(f"a100-40:{count}", given)
     # vLLM's rule: nine tenths of the devices hold weights, workspace and KV.
     of_device = int(0.9 * cluster.device.memory_bytes) - cluster.device_reserve_bytes
     overrides: dict[str, Mapping[str, object]] = {
@@ -156,7 +155,7 @@ def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:
 def _pooled() -> Cluster:
     """Return four devices that hold one model: the memory of all, the speed of the one whose turn it is. Traffic
     between them (a few kilobytes per row and layer boundary) is left out, in the baseline's favour."""
-    cluster = load_cluster("a100-40:1")
+    cluster = load_cluster("a100-40:1", {"stack": "graphs"})
     memory = 4 * cluster.device.memory_bytes - 3 * cluster.device_reserve_bytes
     return msgspec.structs.replace(cluster, device=replace(cluster.device, memory_bytes=memory))
 

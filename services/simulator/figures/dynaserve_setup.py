@@ -78,11 +78,11 @@ COLOCATED, DISAGGREGATED, SPLIT = "baseline-chunked-prefill", "baseline-distserv
 
 @dataclass(frozen=True)
 class Scale:
-    """Two instances of a model on `devices` A100-80GB each; `stack` "" is the device file's first."""
+    """Two instances of a model on `devices` A100-80GB each."""
 
     model: str
     devices: int
-    stack: str = ""
+    stack: str = "graphs"
 
 
 SMALL = Scale("qwen2.5-14b", 1)
@@ -181,11 +181,7 @@ def simulated(
     across: bool = False,
     scale: Scale = SMALL,
 ) -> SimReport:
-    overrides: dict[str, Any] = {
-        "tensor_parallel": scale.devices,
-        "stack": scale.stack or None,
-        "mixed_share": MIXED_SHARE,
-    }
+    overrides: dict[str, Any] = {"tensor_parallel": scale.devices, "stack": scale.stack, "mixed_share": MIXED_SHARE}
     cluster = load_cluster("a100-80:2", overrides | ({"per_host": 1} if across else {}))
     model = load_model(scale.model)
     devices_bytes = scale.devices * (int(0.9 * cluster.device.memory_bytes) - cluster.device_reserve_bytes)

@@ -109,7 +109,7 @@ class Model:
 
     def cluster(self, more_s: float = _STEP_S) -> Cluster:
         """Return its instance, with iterations `more_s` longer than by the device file."""
-        found = load_cluster("a100-80:1", {"tensor_parallel": self.devices})
+        found = load_cluster("a100-80:1", {"stack": "graphs", "tensor_parallel": self.devices})
         return structs.replace(found, stack=replace(found.stack, step_s=found.stack.step_s + more_s))
 
 
@@ -120,7 +120,7 @@ OPT175 = Model("opt-175b", "OPT-175B", 8, 264_000_000_000, 16, {"sharegpt": 4.0}
 
 @cache
 def _forward_tokens(model: str, devices: int) -> int:
-    cluster = load_cluster("a100-80:1", {"tensor_parallel": devices})
+    cluster = load_cluster("a100-80:1", {"stack": "graphs", "tensor_parallel": devices})
     cost = CostModel(load_model(model), cluster.device, cluster.stack, tensor_parallel=devices)
     sizes = range(64, 2049, 64)
     return target_forward_tokens((n, cost.step_s(StepWork(n, 1, 1, prefill_pairs(0, n), n))) for n in sizes)

@@ -76,6 +76,7 @@ class _StackFile(_File, frozen=True):
     parallel_row_s: _NotNegative = 0.0
     mixed_share: _NotNegative = 0.0
     mixed_reads: _NotNegativeShare = 0.0
+    ahead: bool = False
 
 
 class _DeviceFile(_File, frozen=True):

@@ -63,6 +63,17 @@ def test_host_time_hides_behind_the_device_and_the_rest_adds():
     assert CostModel(MODEL, DEVICE, slow_host).step_s(decode(3, 30, 10)) == pytest.approx(2000.0 + 0.5 + 0.75)
 
 
+def test_what_is_planned_ahead_shows_only_where_decodes_are_faster() -> None:
+    stack = StackShape("s", launch_s=1.0, step_s=0.5, row_s=0.25, ahead=True)
+    quiet, planned = CostModel(MODEL, DEVICE, STACK), CostModel(MODEL, DEVICE, stack)
+    assert planned.step_s(decode(3, 30, 10)) == quiet.step_s(decode(3, 30, 10))
+    slow = CostModel(MODEL, DEVICE, replace(stack, step_s=1000.0))
+    assert slow.step_s(decode(3, 30, 10)) == 2.0 + 1000.0 + 0.75
+    assert slow.repeated_s(decode(3, 30, 10), 2) == [1002.75, 1002.75]
+    prompt = StepWork(100, 1, 1, prefill_pairs(0, 100), 100)
+    assert planned.step_s(prompt) == pytest.approx(quiet.step_s(prompt) + 0.5 + 0.25)
+
+
 def test_two_devices_halve_the_work_and_pay_for_the_exchange():
     one, two = CostModel(MODEL, DEVICE, STACK), CostModel(MODEL, DEVICE, STACK, tensor_parallel=2)
     # Two all-reduces a layer, two layers: 4 latencies, and 2·(1/2)·4·2 B = 8 B a token each at 50 B/s.

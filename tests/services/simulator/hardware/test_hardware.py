@@ -110,7 +110,7 @@ def test_clusters_load(path: Path):
 
 def test_a_cluster_by_device_and_count():
     cluster = load_cluster("h100-80:6", {"tensor_parallel": 2, "decode_attention": None})
-    assert (cluster.instances, cluster.tensor_parallel, cluster.stack.name) == (6, 2, "graphs")
+    assert (cluster.instances, cluster.tensor_parallel, cluster.stack.name) == (6, 2, "cohort")
     assert cluster.link(0, 5) == load_link("nvlink4")
 
 

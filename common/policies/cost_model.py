@@ -6,11 +6,11 @@ may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/de
     step  =  (max(launching, device) + host) · (1 + mixed share, where prompts and decodes share it)
     host  =  fixed + per_row · rows                              ahead, behind decodes: max(launching + host, device)
     launching = launch · layers                                  the host issuing kernels; 0 where graphs are replayed
-    device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
-    linear = (computeⁿ + memoryⁿ)^(1/n) · factor(tokens), n = 4  a roofline with a round corner: both limits are near
+    device = the sum of its measured operators (`operators.py`); of a device that `cohort profile` fitted as a whole:
+             linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
+    linear = (computeⁿ + memoryⁿ)^(1/n), n = 4                   a roofline with a round corner: both limits are near
     memory = the weights' bytes over the bandwidth; of a mixture, of the experts that its tokens reach:
              E · (1 − (1 − k/E)^tokens) of a layer's E where each token goes to k, all alike
-    factor = 1, or a device's `linear_table`                     what whole tiles of the matrices cost, as measured
 
 Decode attention has three models (A1):
 
@@ -21,25 +21,18 @@ Decode attention has three models (A1):
                    order of units can cost (Graham's bound on list scheduling), as `unit_per_row` is the least
 
 A mixed iteration reads the weights once for prompts and decodes; both attentions add, for each keeps the device busy by
-itself. What mixing costs beyond that lies in the attention call. Decodes alone run in a kernel that packs the query
-heads of a group, which share their KV, into one read of it. In one call with prompts (varlen) every query head is a
-work unit of its own and reads the KV again; what the cache does not hold of these further reads comes from memory:
-
-    decode attention beside prompts = decode attention · (1 + mixed_reads · (heads / KV heads − 1))
-
-Without groups, or with separate kernels for both, nothing is read again. `mixed_share` is what no kernel explains.
+itself. `mixed_share` is what no operator explains.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from cohort.common.kv.layer_groups import in_groups
+from cohort.common.policies.operators import Operators, OperatorTimes
 from cohort.common.types import KvGeometry
 
 DecodeAttention = Literal["split_kv", "unit_per_row", "unit_last"]
@@ -199,8 +192,14 @@ class DeviceShape:
     host_bytes_per_s: float
     layer_s: float = 0.0
     kv_efficiency: float | None = None
-    linear_table: tuple[tuple[int, float], ...] = ()
-    """Ascending tokens of an iteration, and the factor on the roofline; between them by the tokens' logarithm."""
+    operators: Operators | None = None
+    """Measured operators, which stand in for the efficiencies, `exchange_*` and `layer_s`."""
+    scaled: str = ""
+    """What of them was measured on another device, and on which: for people."""
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name} ({self.scaled})" if self.scaled else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +208,9 @@ class StackShape:
     device unless it is longer. `step_s`: fixed, per iteration. `row_s`: per row (scheduling, block tables, sampling,
     detokenising). The `parallel_*` are added where an instance has several devices (their driver has to talk to them).
     `mixed_share`: how much longer an iteration takes because it holds both prompt chunks and decodes, beside what its
-    tokens and positions cost. `mixed_reads`: share of the further reads of decode rows' KV, one for each query head of
-    a group, that reach memory in such an iteration. `ahead`: the host plans an iteration of decodes while the one
-    before it runs, so that its time shows only where the device is faster; one with prompts waits for the host."""
+    tokens and positions cost. `prompt_launch_s`: `launch_s` of an iteration with prompts. `ahead`:
+    the host plans an iteration of decodes while the one before it runs, so that its time shows only where the device is
+    faster; one with prompts waits for the host."""
 
     name: str
     launch_s: float
@@ -220,7 +219,7 @@ class StackShape:
     parallel_step_s: float = 0.0
     parallel_row_s: float = 0.0
     mixed_share: float = 0.0
-    mixed_reads: float = 0.0
+    prompt_launch_s: float = 0.0
     ahead: bool = False
 
 
@@ -273,12 +272,12 @@ class CostModel:
         self._pair_s = pair / (peak * device.attention_efficiency)
         copies = model.kv_copies(tensor_parallel)
         position_bytes = model.kv_geometry(1).token_bytes
-        if device.kv_efficiency is not None:
-            bandwidth = device.memory_bytes_per_s * device.kv_efficiency * tensor_parallel
+        operators = device.operators
+        kv_efficiency = operators.decodes.efficiency if operators else device.kv_efficiency
+        if kv_efficiency is not None:
+            bandwidth = device.memory_bytes_per_s * kv_efficiency * tensor_parallel
         self._position_s = copies * position_bytes / bandwidth
-        self._factors = [factor for _, factor in device.linear_table]
-        self._knots = [math.log(tokens) for tokens, _ in device.linear_table]
-        self._mixed_reads = 1.0 + stack.mixed_reads * (model.heads / (copies * model.kv_heads) - 1.0)
+        self._operators = OperatorTimes(model, device, operators, tensor_parallel) if operators else None
         # A unit reads one head of one row; with few units running each draws more than its equal share.
         share = bandwidth / (device.units * tensor_parallel) * device.unit_speedup
         self._unit_position_s = position_bytes / model.kv_heads / share
@@ -290,6 +289,7 @@ class CostModel:
             self._exchange_token_s = 2 * model.layers * moved / device.exchange_bytes_per_s
             self._exchange_s = 2 * model.layers * device.exchange_latency_s
         self._launch_s = stack.launch_s * model.layers
+        self._prompt_launch_s = max(stack.launch_s, stack.prompt_launch_s) * model.layers
         self._layers_s = device.layer_s * model.layers
         parallel = tensor_parallel > 1
         self._fixed_s = stack.step_s + (stack.parallel_step_s if parallel else 0.0)
@@ -307,7 +307,7 @@ class CostModel:
         host_s = self._fixed_s + self._row_s * work.rows
         if self.stack.ahead and not work.pairs:
             return max(self._launch_s + host_s, self._device_s(work))
-        seconds = host_s + max(self._launch_s, self._device_s(work))
+        seconds = host_s + max(self._prompt_launch_s if work.pairs else self._launch_s, self._device_s(work))
         mixed = work.pairs and work.decode_rows
         return seconds * (1.0 + self.stack.mixed_share) if mixed else seconds
 
@@ -316,8 +316,7 @@ class CostModel:
         each a position longer. The same numbers as `step_s` of each, only cheaper."""
         host_s = self._fixed_s + self._row_s * work.rows
         beside, least = (0.0, self._launch_s + host_s) if self.stack.ahead else (host_s, self._launch_s)
-        exchange = self._exchange_token_s * work.tokens + self._exchange_s
-        fixed = self._linear_s(work) + exchange + self._layers_s
+        fixed = self._without_attention_s(work)
         context, longest, rows = work.decode_context, work.longest_context, work.decode_rows
         position_s = self._position_s
         if self.decode_attention == "split_kv":  # `_decode_s` written out: thousands of times for every request
@@ -351,31 +350,35 @@ class CostModel:
         return self.device.flops_per_s * self.tensor_parallel
 
     def _device_s(self, work: StepWork) -> float:
-        prefill = self._pair_s * work.pairs + self._position_s * work.prefill_context if work.pairs else 0.0
-        exchange = self._exchange_token_s * work.tokens + self._exchange_s
         # Same order of additions as in `repeated_s`: a decode step must come out equal to the last bit.
-        fixed = self._linear_s(work) + exchange + self._layers_s
-        decode = self._decode_s(work.decode_context, work.longest_context)
-        return fixed + prefill + (decode * self._mixed_reads if work.pairs else decode)
+        fixed = self._without_attention_s(work)
+        return fixed + self._prefill_s(work) + self._decode_s(work.decode_context, work.longest_context)
+
+    def _without_attention_s(self, work: StepWork) -> float:
+        """Return the seconds of all but attention; the floor of a decode's is here, which does not grow with it."""
+        if self._operators is None:
+            exchange = self._exchange_token_s * work.tokens + self._exchange_s
+            return self._linear_s(work) + exchange + self._layers_s
+        floor_s = self._operators.decode_floor_s if work.decode_rows else 0.0
+        return self._operators.layers_s(work.tokens) + self._operators.head_s(work.sampled) + floor_s
+
+    def _prefill_s(self, work: StepWork) -> float:
+        if not work.pairs:
+            return 0.0
+        if self._operators is None:
+            return self._pair_s * work.pairs + self._position_s * work.prefill_context
+        rows, tokens = work.rows - work.decode_rows, work.tokens - work.decode_rows
+        return self._operators.prompts_s(tokens, rows, work.pairs)
 
     def _linear_s(self, work: StepWork) -> float:
         compute = self._token_s * work.tokens + self._sample_s * work.sampled
-        seconds = float((compute**_CORNER + self._read_s(work.tokens) ** _CORNER) ** (1.0 / _CORNER))
-        return seconds * self._factor(work.tokens) if self._knots else seconds
+        return float((compute**_CORNER + self._read_s(work.tokens) ** _CORNER) ** (1.0 / _CORNER))
 
     def _read_s(self, tokens: int) -> float:
         """Return the seconds of reading an iteration's weights from memory."""
         if not self._experts_s:
             return self._weights_s
         return self._weights_s + self._experts_s * self.model.reached_share(tokens)
-
-    def _factor(self, tokens: int) -> float:
-        knots, factors, at = self._knots, self._factors, math.log(max(1, tokens))
-        above = bisect_right(knots, at)
-        if above == 0 or above == len(knots):
-            return factors[min(above, len(knots) - 1)]
-        share = (at - knots[above - 1]) / (knots[above] - knots[above - 1])
-        return factors[above - 1] + share * (factors[above] - factors[above - 1])
 
     def _decode_s(self, context: int, longest: int) -> float:
         together = self._position_s * context

@@ -30,6 +30,7 @@ COMMANDS = {
     "neighbours": (f"{_ROOT}.live.neighbours", "a polite client beside the heaviest legal requests"),
     "links": (f"{_ROOT}.links", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_ROOT}.decisions.command", "what one decision of a policy costs"),
+    "operators": (f"{_ROOT}.fit.operators_command", "the simulator's operators of GPUs beside measured ones"),
     "gpu-check": (f"{_ROOT}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
 }
 

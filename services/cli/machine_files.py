@@ -108,7 +108,7 @@ def write(folder: Path, measured: Measured, machine: Machine, *, new_model: bool
 
 def device_text(measured: Measured, machine: Machine) -> str:
     device, stack = machine.device, machine.stack
-    skipped = ("name",)
+    skipped = ("name", "operators", "scaled")
     data: dict[str, Any] = {"name": measured.name, "kind": "gpu" if measured.gpu else "cpu"}
     data |= {field: _short(getattr(device, field)) for field in DeviceShape.__slots__ if field not in skipped}
     data["reserve_bytes"] = 2_000_000_000 if measured.gpu else 0

@@ -125,8 +125,7 @@ class SimReport(msgspec.Struct, frozen=True):
 
 def _stack(stack: StackShape) -> str:
     share = f", mixed iterations +{100 * stack.mixed_share:g} %" if stack.mixed_share else ""
-    reads = f", {100 * stack.mixed_reads:g} % of KV read again when mixed" if stack.mixed_reads else ""
-    return stack.name + share + reads
+    return stack.name + share
 
 
 def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:

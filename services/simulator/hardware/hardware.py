@@ -3,6 +3,7 @@
     configs/models/NAME.yaml     a decoder's shape, or what it has otherwise than another (`like`)
     configs/devices/NAME.yaml    a device: peaks, fitted efficiencies, the stacks measured on it
     configs/hardware/links.yaml  bandwidth and latency by kind of link
+    configs/hardware/exchanges.yaml  measured all-reduces by kind of link
     configs/clusters/NAME.yaml   which devices, how many, how they are connected
 
 Beside the shipped ones those that `cohort profile --save` wrote (`data_files.py`). Read by the commands of the
@@ -23,12 +24,16 @@ import msgspec
 from cohort.common.config import CONFIGS_DIR, Config
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DecodeAttention, DeviceShape, ModelShape, StackShape
+from cohort.common.policies.operators import Between, Curve, Decodes, Matrices, Operators, Prompts
 from cohort.common.types import FP8_SCALE_BYTES
 from cohort.services.simulator.hardware.data_files import converted, locate, mapping, names, read_yaml
 from cohort.services.simulator.hardware.profile_note import ProfileNote
 
 SCATTER_LASTS_STEPS = 30.0
 """Iterations after which a lasting deviation is 1/e of what it was: about 0.4 s of decodes, as recorded."""
+
+_FITTED = ("compute_efficiency", "memory_efficiency", "attention_efficiency", "exchange_bytes_per_s")
+"""What a device without operators has instead of them."""
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -75,8 +80,17 @@ class _StackFile(_File, frozen=True):
     parallel_step_s: _NotNegative = 0.0
     parallel_row_s: _NotNegative = 0.0
     mixed_share: _NotNegative = 0.0
-    mixed_reads: _NotNegativeShare = 0.0
+    prompt_launch_s: _NotNegative = 0.0
     ahead: bool = False
+
+
+class _OperatorsFile(_File, frozen=True):
+    """Operators of a device without their exchange; None: not measured on it."""
+
+    matrices: Matrices | None = None
+    between: Between | None = None
+    prompts: Prompts | None = None
+    decodes: Decodes | None = None
 
 
 class _DeviceFile(_File, frozen=True):
@@ -86,19 +100,20 @@ class _DeviceFile(_File, frozen=True):
     memory_bytes_per_s: _Rate
     memory_bytes: _Positive
     reserve_bytes: Annotated[int, msgspec.Meta(ge=0)]
-    compute_efficiency: _Share
-    memory_efficiency: _Share
-    attention_efficiency: _Share
     units: _Positive
     unit_speedup: _Rate
-    exchange_bytes_per_s: _Rate
-    exchange_latency_s: _NotNegative
     host_bytes_per_s: _Rate
-    layer_s: _NotNegative
     within: str
-    stacks: dict[str, _StackFile]
+    stacks: dict[str, _StackFile] = {}
+    compute_efficiency: _Share = 1.0
+    memory_efficiency: _Share = 1.0
+    attention_efficiency: _Share = 1.0
+    exchange_bytes_per_s: _Rate = 1.0
+    exchange_latency_s: _NotNegative = 0.0
+    layer_s: _NotNegative = 0.0
     kv_efficiency: _Share | None = None
-    linear_table: tuple[tuple[_Positive, _Rate], ...] = ()
+    operators: _OperatorsFile | None = None
+    scaled_from: str = ""
     scatter: _NotNegative = 0.0
     scatter_lasting: _NotNegativeShare = 0.0
     scatter_prompts: _NotNegative | None = None
@@ -132,7 +147,6 @@ class _ClusterFile(_File, frozen=True):
     memory_contention: _NotNegative = 0.0
     cache_contention: _NotNegative = 0.0
     mixed_share: _NotNegative | None = None
-    mixed_reads: _NotNegativeShare | None = None
     scatter: _NotNegative | None = None
     scatter_lasting: _NotNegativeShare | None = None
     scatter_prompts: _NotNegative | None = None
@@ -152,8 +166,8 @@ class Cluster(msgspec.Struct, frozen=True):
     """Hardware: instances of `tensor_parallel` devices, `per_host` of them (0 = all) on one machine; equal ones, or
     `parts` of equal ones.
 
-    `stack` is a property of the serving software on this device (graphs replayed, eager …); `mixed_share` and
-    `mixed_reads` in the cluster's file stand in for the stack's. `control_latency_s` is what a control message takes
+    `stack` is a property of the serving software on this device (graphs replayed, eager …); `mixed_share` in the
+    cluster's file stands in for the stack's. `control_latency_s` is what a control message takes
     between two processes.
 
     `cores`: number of cores that engines of one thread share with each other, with the other processes of the pipeline
@@ -219,7 +233,7 @@ class Cluster(msgspec.Struct, frozen=True):
     @property
     def hardware(self) -> str:
         each = self.parts or (self,)
-        return " + ".join(f"{part.instances} x {part.tensor_parallel} {part.device.name}" for part in each)
+        return " + ".join(f"{part.instances} x {part.tensor_parallel} {part.device.shown}" for part in each)
 
     def service_load(self, rows: int, alone_s: float) -> float:
         """Return the cores that other processes need for an iteration of `rows` rows, `alone_s` long if alone."""
@@ -331,11 +345,38 @@ def as_stored(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape
 def load_device(name: str, near: Path | None = None) -> tuple[DeviceShape, _DeviceFile]:
     """Load a device. `near`: the file of the cluster that names it. Raises `ConfigError`."""
     data = converted(mapping(name, "devices", near), _DeviceFile, _origin(name, "devices"))
-    tokens = [knot for knot, _ in data.linear_table]
-    if tokens != sorted(set(tokens)):
-        raise ConfigError(f"{_origin(name, 'devices')}: linear_table: tokens must ascend")
-    names = [field.name for field in fields(DeviceShape) if field.name in _DeviceFile.__struct_fields__]
-    return DeviceShape(**{name: getattr(data, name) for name in names}), data
+    names = {field.name for field in fields(DeviceShape)} & set(_DeviceFile.__struct_fields__) - {"operators"}
+    device = DeviceShape(**{name: getattr(data, name) for name in names})
+    if data.operators is None and not data.scaled_from:
+        if missing := [name for name in _FITTED if getattr(data, name) == 1.0]:
+            raise ConfigError(f"{_origin(name, 'devices')}: wants operators, scaled_from or {', '.join(missing)}")
+        return device, data
+    operators, scaled = _operators(data, near)
+    if not data.stacks and data.scaled_from:
+        data = msgspec.structs.replace(data, stacks=load_device(data.scaled_from, near)[1].stacks)
+    return replace(device, operators=operators, scaled=scaled, memory_efficiency=operators.decodes.efficiency), data
+
+
+def _operators(data: _DeviceFile, near: Path | None) -> tuple[Operators, str]:
+    """Return a device's operators, those that it lacks from `scaled_from`, and which these are."""
+    own = data.operators or _OperatorsFile()
+    parts = {name: getattr(own, name) for name in _OperatorsFile.__struct_fields__}
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        origin = f"{data.name}: operators: {', '.join(missing)}"
+        if not data.scaled_from:
+            raise ConfigError(f"{origin}: missing, and no scaled_from names the device that has them")
+        other = load_device(data.scaled_from, near)[0].operators
+        if other is None:
+            raise ConfigError(f"{origin}: {data.scaled_from} has no operators either")
+        parts |= {name: getattr(other, name) for name in missing}
+    exchanges = load_exchanges()
+    if data.within not in exchanges:
+        raise ConfigError(f"{data.name}: within: no all-reduce was measured over {data.within}")
+    which = "" if len(missing) == len(parts) else f"{' and '.join(missing)} "
+    return Operators(
+        **parts, exchange=exchanges[data.within]
+    ), f"{which}scaled from {data.scaled_from}" if missing else ""
 
 
 def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:
@@ -365,8 +406,8 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         known_stacks = ", ".join(device_file.stacks)
         raise ConfigError(f"cluster {text}: stack: {file.device} has no stack {stack_name!r}; known: {known_stacks}")
     stack = device_file.stacks[stack_name]
-    mixing = {"mixed_share": file.mixed_share, "mixed_reads": file.mixed_reads}
-    stack = msgspec.structs.replace(stack, **{name: each for name, each in mixing.items() if each is not None})
+    if file.mixed_share is not None:
+        stack = msgspec.structs.replace(stack, mixed_share=file.mixed_share)
     if file.per_host and file.instances > file.per_host and file.instances % file.per_host:
         raise ConfigError(f"cluster {text}: per_host: {file.instances} instances do not fill hosts of {file.per_host}")
     if file.instances % file.workers_per_device or (file.cores and file.workers_per_device > 1):
@@ -397,13 +438,14 @@ def paced(cluster: Cluster, pace: float) -> Cluster:
         return cluster
     device, stack = cluster.device, cluster.stack
     rates = ("flops_per_s", "memory_bytes_per_s", "exchange_bytes_per_s", "host_bytes_per_s")
-    times = ("launch_s", "step_s", "row_s", "parallel_step_s", "parallel_row_s")
+    times = ("launch_s", "prompt_launch_s", "step_s", "row_s", "parallel_step_s", "parallel_row_s")
     return msgspec.structs.replace(
         cluster,
         device=replace(
             device,
             layer_s=device.layer_s * pace,
             exchange_latency_s=device.exchange_latency_s * pace,
+            operators=device.operators and device.operators.paced(pace),
             **{rate: getattr(device, rate) / pace for rate in rates},
         ),
         stack=replace(stack, **{time: getattr(stack, time) * pace for time in times}),
@@ -419,6 +461,13 @@ def _joined(text: str, parts: list[Cluster]) -> Cluster:
         raise ConfigError(f"cluster {text}: tensor_parallel: all instances want as many shards, for their KV transfers")
     instances = sum(part.instances for part in parts)
     return msgspec.structs.replace(parts[0], name=text, instances=instances, parts=tuple(parts))
+
+
+@cache
+def load_exchanges() -> dict[str, dict[int, Curve]]:
+    """Return all-reduces between the devices of an instance by kind of link."""
+    path = CONFIGS_DIR / "hardware" / "exchanges.yaml"
+    return {name: converted(value, dict[int, Curve], f"{path}: {name}") for name, value in read_yaml(path).items()}
 
 
 @cache

@@ -127,33 +127,6 @@ def test_iterations_that_mix_prompts_and_decodes_pay_for_it() -> None:
     assert dear.repeated_s(decode(3, 300), 4) == free.repeated_s(decode(3, 300), 4)
 
 
-def test_query_heads_of_a_group_read_their_kv_again_beside_prompts() -> None:
-    stack = replace(STACK, mixed_reads=0.5)
-    free, dear = CostModel(MODEL, DEVICE, STACK), CostModel(MODEL, DEVICE, stack)
-    mixed = StepWork(21, 2, 2, prefill_pairs(0, 20), 20, 1, 300, 300)
-    # Two query heads share a KV head: half of one further read of 300 positions of 64 bytes at 50 B/s.
-    assert dear.step_s(mixed) == pytest.approx(free.step_s(mixed) + 0.5 * 300 * 64 / 50)
-    for alone in (decode(3, 300), StepWork(20, 1, 1, prefill_pairs(0, 20), 20)):
-        assert dear.step_s(alone) == free.step_s(alone)
-    ungrouped = replace(MODEL, kv_heads=8)
-    assert CostModel(ungrouped, DEVICE, stack).step_s(mixed) == CostModel(ungrouped, DEVICE, STACK).step_s(mixed)
-
-
-def test_a_table_says_how_much_longer_matrices_take_than_the_roofline() -> None:
-    plain = CostModel(MODEL, DEVICE, STACK)
-    tiled = CostModel(MODEL, replace(DEVICE, linear_table=((4, 1.5), (16, 2.0), (64, 1.0))), STACK)
-
-    def ratio(tokens: int) -> float:
-        work = StepWork(tokens, 1, 1)
-        return tiled.step_s(work) / plain.step_s(work)
-
-    assert [ratio(tokens) for tokens in (1, 4, 8, 16, 32, 64, 500)] == pytest.approx(
-        [1.5, 1.5, 1.75, 2.0, 1.5, 1.0, 1.0]
-    )
-    work = decode(8, 80, 10)
-    assert tiled.repeated_s(work, 1)[0] == tiled.step_s(work)
-
-
 def test_flops_of_an_iteration():
     work = StepWork(11, 2, 2, prefill_pairs(5, 10), 15, 1, 20, 20)
     assert CostModel(MODEL, DEVICE, STACK).flops(work) == 2 * 624 * 11 + 2 * 20 * 2 + 128 * (105 + 20)

@@ -58,7 +58,7 @@ def test_unlike_instances_take_the_time_and_have_the_memory_of_their_own_devices
     blocks = [worker.machine.kv.total_blocks for worker in sim.workers]
     assert blocks == [alone[0].workers[0].machine.kv.total_blocks] + 2 * [alone[1].workers[0].machine.kv.total_blocks]
     report = make_report(sim, "unlike", Workload("unlike", ()).facts)
-    assert report.device == "1 x 1 h200 + 2 x 1 a100-80"
+    assert report.device == "1 x 1 h200 (scaled from h100-80) + 2 x 1 a100-80"
     # What is in use of a device is a share of its own peak.
     shares = [
         instance.compute / worker.tally.flops for instance, worker in zip(report.instances, sim.workers, strict=True)

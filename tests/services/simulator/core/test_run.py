@@ -290,8 +290,6 @@ def test_a_gpu_that_is_named_has_the_sizes_that_its_memory_gives_it_live():
             tensor_parallel=None,
             decode_attention=None,
             stack=None,
-            mixed_share=None,
-            mixed_reads=None,
             pace=None,
         )
         return configuration(options, "unified").engine.max_step_tokens

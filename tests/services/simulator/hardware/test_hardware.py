@@ -124,7 +124,7 @@ def test_instances_on_different_hosts_use_the_network(tmp_path: Path):
 
 def test_unlike_instances_are_numbered_through_and_never_on_one_machine():
     cluster = load_cluster("h100-80:1+a100-80:2")
-    assert (cluster.instances, cluster.hardware) == (3, "1 x 1 h100-80 + 2 x 1 a100-80")
+    assert (cluster.instances, cluster.hardware) == (3, f"1 x 1 {load_device('h100-80')[0].shown} + 2 x 1 a100-80")
     assert [cluster.of(number).device.name for number in range(3)] == ["h100-80", "a100-80", "a100-80"]
     assert cluster.link(1, 2) == load_link("nvlink3")
     assert cluster.link(0, 1) == cluster.link(2, 0) == load_link("rdma")
@@ -204,14 +204,6 @@ def test_the_price_of_mixing_is_the_stacks_or_the_clusters() -> None:
         load_cluster("a100-80:2", {"mixed_share": -0.1})
 
 
-def test_the_reads_of_a_group_are_the_stacks_or_the_clusters(tmp_path: Path) -> None:
-    assert load_cluster("a100-80:2").stack.mixed_reads == 0.0
-    assert load_cluster("a100-80:2", {"stack": "varlen"}).stack.mixed_reads > 0.0
-    assert load_cluster("a100-80:2", {"mixed_reads": 0.25}).stack.mixed_reads == 0.25
-    with pytest.raises(ConfigError, match="mixed_reads"):
-        load_cluster("a100-80:2", {"mixed_reads": 1.5})
-
-
 @pytest.mark.parametrize("text", ["a100-80:2", "cpu-2x1", "h100-80:1+a100-80:1"])
 def test_at_another_pace_every_part_of_an_iteration_takes_so_much_longer(text: str) -> None:
     usual, slow = load_cluster(text), load_cluster(text, {"pace": 1.25})
@@ -233,19 +225,62 @@ def test_at_another_pace_every_part_of_an_iteration_takes_so_much_longer(text: s
         load_cluster("a100-80:2", {"pace": 0})
 
 
-def test_a_linear_table_has_ascending_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tokens: [1, 32", "tokens: [32, 1", "ascend"),
+        ("      - [0.291, ", "      - [", "a share for each"),
+        ("  prompts: ", "  # prompts: ", "prompts: missing, and no scaled_from"),
+        ("  prompts: ", "scaled_from: cpu-core\n  # prompts: ", "cpu-core has no operators either"),
+        ("within: nvlink3", "within: tcp", "no all-reduce was measured over tcp"),
+    ],
+)
+def test_wrong_operators_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
     text = (CONFIGS_DIR / "devices" / "a100-80.yaml").read_text()
     file = tmp_path / "device.yaml"
-    file.write_text(text + "linear_table: [[64, 1.1], [32, 1.0]]\n")
-    with pytest.raises(ConfigError, match="linear_table: tokens must ascend"):
+    if new.startswith("scaled_from"):
+        text, new = "scaled_from: cpu-core\n" + text, "  # prompts: "
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
         load_device(str(file))
 
 
-def test_newer_devices_are_faster_in_every_part() -> None:
-    old, new = (load_device(name)[0] for name in ("a100-80", "h100-80"))
-    for part in ("compute_efficiency", "attention_efficiency"):
-        assert getattr(new, part) * new.flops_per_s > getattr(old, part) * old.flops_per_s
-    assert new.memory_efficiency * new.memory_bytes_per_s > old.memory_efficiency * old.memory_bytes_per_s
+def test_a_device_has_operators_or_what_stands_in_for_them(tmp_path: Path) -> None:
+    file = tmp_path / "device.yaml"
+    file.write_text((CONFIGS_DIR / "devices" / "cpu-core.yaml").read_text().replace("compute_efficiency", "# "))
+    with pytest.raises(ConfigError, match="wants operators, scaled_from or compute_efficiency"):
+        load_device(str(file))
+
+
+def test_what_was_measured_elsewhere_says_so_and_follows_the_peaks() -> None:
+    a100, h100, h200 = (load_device(name)[0] for name in ("a100-80", "h100-80", "h200"))
+    assert [each.shown for each in (a100, h100, h200)] == [
+        "a100-80",
+        "h100-80 (prompts and decodes scaled from a100-80)",
+        "h200 (scaled from h100-80)",
+    ]
+    model = load_model("llama-3-8b")
+    decode = StepWork(1, 1, 1, decode_rows=1, decode_context=50_000, longest_context=50_000)
+    seconds = [CostModel(model, each, load_cluster("h100-80").stack).step_s(decode) for each in (h100, h200)]
+    floors = h100.operators.decodes.floor_s + h100.operators.between.floor_s
+    bound = [each - model.layers * floors for each in seconds]
+    assert bound[0] / bound[1] == pytest.approx(h200.memory_bytes_per_s / h100.memory_bytes_per_s, rel=0.02)
+    for name in ("a100-40", "l40s", "l4", "a10g", "rtx-4090"):
+        assert load_cluster(name).hardware == f"1 x 1 {name} (scaled from a100-80)"
+
+
+def test_newer_devices_are_faster() -> None:
+    model = load_model("llama-2-70b")
+    for work in (
+        StepWork(2048, 1, 1, 2048 * 2049 // 2, 2048),
+        StepWork(64, 64, 64, decode_rows=64, decode_context=64 * 1024, longest_context=1024),
+    ):
+        old, new = (
+            CostModel(model, load_device(name)[0], load_cluster(name).stack, tensor_parallel=4).step_s(work)
+            for name in ("a100-80", "h100-80")
+        )
+        assert old > 1.4 * new
 
 
 def test_a_port_carries_one_piece_at_a_time():

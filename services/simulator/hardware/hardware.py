@@ -375,7 +375,7 @@ def _operators(data: _DeviceFile, near: Path | None) -> tuple[Operators, str]:
         raise ConfigError(f"{data.name}: within: no all-reduce was measured over {data.within}")
     which = "" if len(missing) == len(parts) else f"{' and '.join(missing)} "
     return Operators(
-        **parts, exchange=exchanges[data.within]
+        **parts, exchange=tuple(sorted(exchanges[data.within].items()))
     ), f"{which}scaled from {data.scaled_from}" if missing else ""
 
 

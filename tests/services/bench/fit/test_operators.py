@@ -22,7 +22,7 @@ from cohort.services.bench.fit.operators_command import errors
 from cohort.services.simulator.hardware.hardware import load_cluster, load_exchanges
 
 SAMPLE = Path(__file__).parents[3] / "data" / "operators.csv.gz"
-SHA256 = "@SHA"
+SHA256 = "7a691cad53ebde63b451a57a3442a28905a2770eec21478786ed8d7c186db46b"
 CELLS = read(SAMPLE)
 ERRORS = errors(CELLS)
 

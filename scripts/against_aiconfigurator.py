@@ -25,7 +25,7 @@ from cohort.services.bench.output import markdown_table
 from cohort.services.simulator.hardware.hardware import load_device, load_model
 
 DEVICES = {"a100-80": ("a100_sxm", "0.14.0"), "h100-80": ("h100_sxm", "0.24.0"), "l40s": ("l40s", "0.24.0")}
-"""Ours, and aiconfigurator's name and version of vLLM."""
+"""Device of ours, and aiconfigurator's name and version of vLLM."""
 MODELS = {"llama-2-7b": 1, "llama-3-8b": 1, "qwen2.5-14b": 1, "qwen2.5-32b": 2, "llama-3-70b": 4, "qwen3-30b-a3b": 1}
 """Devices of an instance by model."""
 BATCHES = (1, 16, 64)

@@ -195,7 +195,7 @@ class DeviceShape:
     operators: Operators | None = None
     """Measured operators, which stand in for the efficiencies, `exchange_*` and `layer_s`."""
     scaled: str = ""
-    """What of them was measured on another device, and on which: for people."""
+    """Parts that were measured on another device, and on which: for people."""
 
     @property
     def shown(self) -> str:

@@ -89,7 +89,7 @@ class Operators(_Part, frozen=True):
     prompts: Prompts
     decodes: Decodes
     exchange: tuple[tuple[int, Curve], ...]
-    """By number of devices, ascending."""
+    """Curve for each number of devices, ascending."""
 
     def paced(self, pace: float) -> Operators:
         """Return the same where everything takes `pace` times as long on a device whose peaks are so much lower."""

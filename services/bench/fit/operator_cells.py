@@ -26,7 +26,7 @@ from typing import NamedTuple
 from cohort.common.errors import ConfigError
 
 HEAD_DIM = 128
-"""Of all measured models."""
+"""Width of a head in all measured models."""
 ITERATIONS = ("prefill", "decode")
 FITTED = ("llama-2-70b", 4)
 """Model and degree of the iterations to which the host's times are fitted; all others are held out."""
@@ -39,7 +39,7 @@ _MODELS = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
 _LARGEST = 4096
 """Tokens of an iteration, which the tables of all models hold."""
 _LARGEST_BYTES = 1 << 26
-"""Of an all-reduce that all nodes' tables hold."""
+"""Bytes of an all-reduce that all nodes' tables hold."""
 
 
 class Cell(NamedTuple):
@@ -71,7 +71,7 @@ def read(source: Path) -> list[Cell]:
             found[cell[:-1]].append(cell.seconds)
     if not found:
         raise ConfigError(f"{source}: no tables of operators (mlp_compute_*.csv.gz, *_allreduce.csv.gz …)")
-    return [Cell(*key, median(each)) for key, each in found.items()]  # type: ignore[arg-type]
+    return [Cell(*key, median(each)) for key, each in found.items()]  # type: ignore[arg-type, call-arg]
 
 
 def sample(cells: Iterable[Cell], most: int) -> list[Cell]:

@@ -28,7 +28,7 @@ from cohort.services.simulator.hardware.hardware import load_cluster, load_excha
 
 DEVICES = ("a100-80", "h100-80")
 STACK = "eager"
-"""That of the engine whose whole iterations were measured."""
+"""Stack of the engine whose whole iterations were measured."""
 _MOST = 300
 """Cells of a device's operator in a sample."""
 

@@ -33,7 +33,7 @@ SCATTER_LASTS_STEPS = 30.0
 """Iterations after which a lasting deviation is 1/e of what it was: about 0.4 s of decodes, as recorded."""
 
 _FITTED = ("compute_efficiency", "memory_efficiency", "attention_efficiency", "exchange_bytes_per_s")
-"""What a device without operators has instead of them."""
+"""Fields that a device without operators has instead of them."""
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -24,7 +24,8 @@ def config(preset: str = "unified", **sections: dict[str, Any]) -> Config:
 
 
 def cluster(instances: int = 1, **overrides: Any) -> Cluster:
-    return load_cluster(f"a100-80:{instances}", overrides)
+    """Make a cluster whose stack takes milliseconds an iteration, so that a few small requests are a load."""
+    return load_cluster(f"a100-80:{instances}", {"stack": "graphs"} | overrides)
 
 
 def cache_of(blocks: int) -> dict[str, Any]:

@@ -63,15 +63,15 @@ def held_out(cell: Cell) -> bool:
 def read(source: Path) -> list[Cell]:
     """Read all cells of a folder of tables, or of a sample. Raises `ConfigError` where there are none."""
     if source.is_file():
-        return [Cell(*row[:3], *map(int, row[3:8]), float(row[8]) * 1e-6) for row in list(_lines(source))[1:]]
+        return list(_sampled(source))
     readers = (_computed, _attention, _exchanged, _iterations)
-    found: dict[tuple[str | int, ...], list[float]] = defaultdict(list)
+    found: dict[Cell, list[float]] = defaultdict(list)
     for reader in readers:
         for cell in reader(source):
-            found[cell[:-1]].append(cell.seconds)
+            found[cell._replace(seconds=0.0)].append(cell.seconds)
     if not found:
         raise ConfigError(f"{source}: no tables of operators (mlp_compute_*.csv.gz, *_allreduce.csv.gz …)")
-    return [Cell(*key, median(each)) for key, each in found.items()]  # type: ignore[arg-type, call-arg]
+    return [cell._replace(seconds=median(each)) for cell, each in found.items()]
 
 
 def sample(cells: Iterable[Cell], most: int) -> list[Cell]:
@@ -93,9 +93,12 @@ def write(cells: Iterable[Cell], path: Path) -> None:
     path.write_bytes(gzip.compress("\n".join(lines).encode() + b"\n", mtime=0))
 
 
-def _lines(path: Path) -> Iterator[list[str]]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        yield from csv.reader(file)
+def _sampled(path: Path) -> Iterator[Cell]:
+    for row in _rows(path):
+        a, b, c, d = (int(row[name]) for name in "abcd")
+        yield Cell(
+            row["device"], row["operator"], row["model"], int(row["devices"]), a, b, c, d, float(row["us"]) * 1e-6
+        )
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:

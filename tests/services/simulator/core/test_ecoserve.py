@@ -48,7 +48,7 @@ def test_jumping_changes_nothing(
 def crowd(order: int = 5, **options: Any) -> Recorded:
     """Responses of 40 to 400 tokens that do not all fit; `order` permutes their lengths."""
     items = tuple(WorkItem(0.001 * index, 30, 40 + 45 * (index * order % 9)) for index in range(60))
-    return run(config("ecoserve", kv=cache_of(120), ecoserve=options), cluster(1), Workload("crowd", items))
+    return run(config("ecoserve", kv=cache_of(110), ecoserve=options), cluster(1), Workload("crowd", items))
 
 
 @pytest.mark.parametrize("order", [1, 4, 5, 8])

@@ -94,7 +94,7 @@ async def test_a_mistake_in_our_own_options_is_refused(open_site: OpenSite) -> N
 @pytest.mark.parametrize(
     ("path", "change", "named"),
     [
-        (CHAT, {"reasoning_effort": "high", "verbosity": "low"}, "reasoning_effort, verbosity"),
+        (CHAT, {"reasoning_effort": "high", "verbosity": "low"}, "verbosity, reasoning_effort"),
         (CHAT, {"reasoning_effort": "none", "reasoning": None}, "reasoning"),
         (RESPONSE, {"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
         (RESPONSE, {"reasoning": {"effort": "none"}}, None),
@@ -109,7 +109,7 @@ async def test_a_mistake_in_our_own_options_is_refused(open_site: OpenSite) -> N
         (
             COUNT,
             {"thinking": {"type": "adaptive"}, "context_management": {"edits": [1]}},
-            "thinking, context_management",
+            "context_management, thinking",
         ),
     ],
 )

@@ -415,13 +415,13 @@ class Generator:
 
     async def _tokenize(self, call: Call, limit: int, owner: str) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the tokens of each prompt, and a chat's messages without the turns that truncation drops."""
-        most, keeps = limit, call.keeps_tokens
-        if keeps is not None:  # a text beyond the context is cut after it was tokenised
+        most = limit
+        if call.keeps_tokens is not None:  # a text beyond the context is cut after it was tokenised
             limit = self.config.max_request_work
         try:
             if call.chat:
                 tokens, messages = await self._tokenize_chat(call, limit, owner)
-                return [_last(tokens, keeps, call, most)], messages
+                return [self._last(tokens, call, most)], messages
             texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
             encoded = iter(
                 await self._tokenizer.encode_all(
@@ -429,7 +429,7 @@ class Generator:
                 )
             )
             prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
-            return [_last(prompt, keeps, call, most) for prompt in prompts], call.messages
+            return [self._last(prompt, call, most) for prompt in prompts], call.messages
         except UnicodeEncodeError as error:
             raise RequestError(
                 "The prompt contains an unpaired surrogate, which is no character.",
@@ -451,6 +451,20 @@ class Generator:
             return await encode(call.messages), call.messages
         return await latest_turns(call.messages, limit - (call.max_tokens or 1), encode)
 
+    def _last(self, prompt: list[int], call: Call, context: int) -> list[int]:
+        """Return a prompt's tokens as its client wants them cut (`Call.keeps_tokens`). Raises `RequestError`."""
+        if (keeps := call.keeps_tokens) is None:
+            return prompt
+        if keeps > context:
+            why = f"is {keeps}, but this model's maximum context length is {context} tokens"
+            raise RequestError(f"truncate_prompt_tokens {why}.", param="truncate_prompt_tokens")
+        if len(prompt) > (most := self.config.max_request_work):
+            why = f"at most {most} tokens are read to be cut (gateway.max_request_work); these are {len(prompt)}"
+            raise RequestError(f"truncate_prompt_tokens: {why}.", param="truncate_prompt_tokens")
+        if keeps < 0:
+            keeps = context - (1 if call.max_tokens is None else call.max_tokens)
+        return prompt[max(0, len(prompt) - max(0, keeps)) :]
+
     def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
         if not call.echo:
             return ""
@@ -462,16 +476,3 @@ class Generator:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
         self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()  # as in `arriving`
-
-
-def _last(prompt: list[int], keeps: int | None, call: Call, context: int) -> list[int]:
-    """Return a prompt's tokens as its client wants them cut (`Call.keeps_tokens`). Raises `RequestError`."""
-    if keeps is None:
-        return prompt
-    if keeps > context:
-        raise RequestError(
-            f"truncate_prompt_tokens is {keeps}, but this model's maximum context length is {context} tokens.",
-            param="truncate_prompt_tokens",
-        )
-    room = context - (1 if call.max_tokens is None else call.max_tokens)
-    return prompt[-keeps:] if keeps > 0 else prompt[max(0, len(prompt) - room) :] if keeps else []

@@ -25,7 +25,6 @@ from typing import Literal
 import msgspec
 
 from cohort.common.config import Config
-from cohort.common.engine.config.safetensors_header import read_index
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.paths import cache_dir
 
@@ -192,6 +191,8 @@ def _lacking(snapshot: Path, wanted: HubId, *, with_weights: bool) -> str:
         return "its tokenizer is missing"
     if not with_weights:
         return ""
+    from cohort.common.engine.config.safetensors_header import read_index  # which the gateway does without
+
     parts = set(read_index(snapshot / INDEX).values()) if (snapshot / INDEX).is_file() else {WEIGHTS}
     missing = sorted(part for part in parts if not (snapshot / part).is_file())
     return f"{len(missing)} of {len(parts)} files of weights are missing ({missing[0]})" if missing else ""

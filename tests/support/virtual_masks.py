@@ -56,6 +56,7 @@ class CountedMatcher:
 
 class CountedTokens:
     words = VOCABULARY // 32
+    ends: tuple[int, ...] = ()
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor

@@ -206,7 +206,7 @@ def chat_call(
     _refuse_unsupported_chat_options(body)
     if switches is None:
         switches = () if body.reasoning_effort in (None, "none") else ("reasoning_effort",)
-    if tool_format is None or not tool_format.reasons:
+    if switches and (tool_format is None or not tool_format.reasons):
         for name in switches:
             note(name)
     if body.continue_final_message:

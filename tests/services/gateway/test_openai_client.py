@@ -69,7 +69,7 @@ async def test_responses_whole_streamed_and_gone_on_with(client: openai.AsyncOpe
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(final.id)
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.create(model="tiny", input="Hi", background=True)
+        await client.responses.create(model="tiny", input="Hi", background=True, store=False)
     assert caught.value.param == "background"
 
 

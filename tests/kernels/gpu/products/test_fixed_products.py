@@ -18,6 +18,11 @@ from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.products.test_coded import E4M3, INT8, UINT4, rows_of, weight_of
 from tests.kernels.gpu.products.test_experts import routed, weights_of
 
+# Triton's interpreter multiplies by NumPy, whose products without AVX-512 depend on the number of rows.
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2",
+    reason="NumPy's products here are not fixed",
+)
 ROWS = 40
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=another_of_its_kind())]
 

@@ -153,7 +153,6 @@ async def test_an_interrupted_batch_goes_on_and_repeats_nothing(open_site: OpenS
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
-        ({"nonsense": 1}, None),
         ({"input_file_id": None}, "input_file_id"),
         ({"input_file_id": "\udc80"}, None),
     ],

@@ -9,7 +9,7 @@ import aiohttp
 from tests.services.gateway.conftest import OpenSite
 from tests.support.traced import recording
 
-CAP = 35
+CAP = 36
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "stream": True}
 
 

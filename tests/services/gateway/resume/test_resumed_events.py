@@ -159,7 +159,9 @@ def plain(events: list[Any]) -> Any:
     """Of any request: ids by their order, without what tells when and where."""
     text = msgspec.json.encode(events).decode()
     known: dict[str, str] = {}
-    text = re.sub(r"(resp|msg|fc|call)_[0-9a-f]{24,32}", lambda it: known.setdefault(it[0], f"id-{len(known)}"), text)
+    text = re.sub(
+        r"(resp|msg|fc|call|toolu)_[0-9a-f]{24,32}", lambda it: known.setdefault(it[0], f"id-{len(known)}"), text
+    )
     text = re.sub(r'"(created_at|completed_at|cached_tokens|cache_read_input_tokens|input_tokens)":\d+', "0:0", text)
     text = re.sub(r'("message_start".*?"output_tokens":)\d+', r"\1 0", text)  # a ping may open a stream early
     text = re.sub(r',"cohort":\{"requests":\[.*?\}\]\}', "", text)

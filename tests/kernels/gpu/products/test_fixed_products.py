@@ -20,8 +20,7 @@ from tests.kernels.gpu.products.test_experts import routed, weights_of
 
 # Triton's interpreter multiplies by NumPy, whose products without AVX-512 depend on the number of rows.
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2",
-    reason="NumPy's products here are not fixed",
+    DEVICE.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2", reason="NumPy's depend on the rows"
 )
 ROWS = 40
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=another_of_its_kind())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import openai
@@ -68,9 +69,15 @@ async def test_responses_whole_streamed_and_gone_on_with(client: openai.AsyncOpe
     await client.responses.delete(final.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(final.id)
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.create(model="tiny", input="Hi", background=True, store=False)
-    assert caught.value.param == "background"
+    begun = await client.responses.create(model="tiny", input="Hi", background=True)
+    assert begun.status == "in_progress"
+    async with asyncio.timeout(10):
+        while (ended := await client.responses.retrieve(begun.id)).status == "in_progress":  # noqa: ASYNC110 -- over HTTP there is no event
+            await asyncio.sleep(0.01)
+    assert ended.output_text == ANSWER and (await client.responses.cancel(begun.id)).status == "completed"
+    followed = await client.responses.retrieve(begun.id, stream=True, starting_after=1)
+    first = await anext(aiter(followed))
+    assert first.sequence_number == 2
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
@@ -79,8 +86,9 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_errors_are_the_packages_own(keyed: Site, client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as missing:
         await client.completions.create(model="gpt-9", prompt="x")
+    assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model="tiny", prompt="x", temperature=9)
     assert caught.value.param == "temperature"

@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor, IntQuantizationCompressor
-from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -95,22 +92,25 @@ def fp8_blocks(weight: Tensor, rows: int = 32, columns: int = 32) -> tuple[Parts
 # -- compressed-tensors, by its own library --------------------------------------------------------------------------
 
 
-def compressed(compressor: Any, **weights: Any) -> Writer:
-    arguments = QuantizationArgs(**weights)
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
-
+def compressed(compressor: str, **weights: Any) -> Writer:
     def run(weight: Tensor) -> tuple[Parts, Tensor]:
+        from compressed_tensors import compressors  # which a machine that only runs the kernels' tests may lack
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        by_format = getattr(compressors, compressor)
+        arguments = QuantizationArgs(**weights)
+        scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
         scale, zero = _range(weight, arguments)
         state = {"weight": weight, "weight_scale": scale}
         if zero is not None:
             state["weight_zero_point"] = zero
-        parts = compressor.compress(state, scheme)
-        return parts, compressor.decompress(parts, scheme)["weight"].float()
+        parts = by_format.compress(state, scheme)
+        return parts, by_format.decompress(parts, scheme)["weight"].float()
 
     return run
 
 
-def _range(weight: Tensor, arguments: QuantizationArgs) -> tuple[Tensor, Tensor | None]:
+def _range(weight: Tensor, arguments: Any) -> tuple[Tensor, Tensor | None]:
     outputs, inputs = weight.shape
     match arguments.strategy:
         case "tensor":
@@ -231,7 +231,7 @@ _OF_8 = {"strategy": "group", "group_size": 8}
 _FP8_BLOCKS = {**_FLOAT, "strategy": "block", "block_structure": [32, 32]}
 
 
-def _ct(form: str, compressor: Any, weights: dict[str, Any]) -> Format:
+def _ct(form: str, compressor: str, weights: dict[str, Any]) -> Format:
     return Format(compressed(compressor, **weights), compressed_config(form, **weights))
 
 
@@ -253,21 +253,21 @@ FORMATS: dict[str, Format] = {
         lambda weight: fp8_blocks(weight, 16, 16),
         {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head"]},
     ),
-    "ct-fp8-tensor": _ct("float-quantized", FloatQuantizationCompressor, {**_FLOAT, "strategy": "tensor"}),
-    "ct-fp8-channel": _ct("float-quantized", FloatQuantizationCompressor, {**_FLOAT, "strategy": "channel"}),
-    "ct-fp8-blocks": _ct("float-quantized", FloatQuantizationCompressor, _FP8_BLOCKS),
-    "ct-int8-channel": _ct("int-quantized", IntQuantizationCompressor, {**_INT8, "strategy": "channel"}),
+    "ct-fp8-tensor": _ct("float-quantized", "FloatQuantizationCompressor", {**_FLOAT, "strategy": "tensor"}),
+    "ct-fp8-channel": _ct("float-quantized", "FloatQuantizationCompressor", {**_FLOAT, "strategy": "channel"}),
+    "ct-fp8-blocks": _ct("float-quantized", "FloatQuantizationCompressor", _FP8_BLOCKS),
+    "ct-int8-channel": _ct("int-quantized", "IntQuantizationCompressor", {**_INT8, "strategy": "channel"}),
     "ct-int8-asymmetric": _ct(
-        "int-quantized", IntQuantizationCompressor, {**_INT8, "strategy": "channel", "symmetric": False}
+        "int-quantized", "IntQuantizationCompressor", {**_INT8, "strategy": "channel", "symmetric": False}
     ),
-    "ct-packed-4": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_GROUPS}),
+    "ct-packed-4": _ct("pack-quantized", "PackedQuantizationCompressor", {**_INT4, **_OF_GROUPS}),
     "ct-packed-4-asymmetric": _ct(
-        "pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_GROUPS, "symmetric": False}
+        "pack-quantized", "PackedQuantizationCompressor", {**_INT4, **_OF_GROUPS, "symmetric": False}
     ),
-    "ct-packed-4-channel": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT4, "strategy": "channel"}),
-    "ct-packed-8": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT8, **_OF_GROUPS}),
+    "ct-packed-4-channel": _ct("pack-quantized", "PackedQuantizationCompressor", {**_INT4, "strategy": "channel"}),
+    "ct-packed-8": _ct("pack-quantized", "PackedQuantizationCompressor", {**_INT8, **_OF_GROUPS}),
     "ct-packed-8-asymmetric": _ct(
-        "pack-quantized", PackedQuantizationCompressor, {**_INT8, "strategy": "channel", "symmetric": False}
+        "pack-quantized", "PackedQuantizationCompressor", {**_INT8, "strategy": "channel", "symmetric": False}
     ),
     "awq": Format(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq-4": Format(gptq(4), gptq_config(4)),
@@ -288,12 +288,12 @@ WIDE_GROUPS: dict[str, Format] = {
     "gptq-4-32-act-order": Format(
         gptq(4, group=32, symmetric=False, reorder=True), gptq_config(4, 32, sym=False, desc_act=True)
     ),
-    "ct-int8-groups": _ct("int-quantized", IntQuantizationCompressor, {**_INT8, **_OF_32}),
-    "ct-packed-4-32": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_32}),
+    "ct-int8-groups": _ct("int-quantized", "IntQuantizationCompressor", {**_INT8, **_OF_32}),
+    "ct-packed-4-32": _ct("pack-quantized", "PackedQuantizationCompressor", {**_INT4, **_OF_32}),
     "ct-packed-4-64-asymmetric": _ct(
-        "pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_64, "symmetric": False}
+        "pack-quantized", "PackedQuantizationCompressor", {**_INT4, **_OF_64, "symmetric": False}
     ),
-    "ct-packed-8-64": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT8, **_OF_64}),
-    "ct-packed-4-8": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_8}),
+    "ct-packed-8-64": _ct("pack-quantized", "PackedQuantizationCompressor", {**_INT8, **_OF_64}),
+    "ct-packed-4-8": _ct("pack-quantized", "PackedQuantizationCompressor", {**_INT4, **_OF_8}),
 }
 """Groups that fill the rows of models with multiples of 64 inputs; those of 8 are too short to be packed."""

@@ -52,6 +52,7 @@ RUN: dict[str, Callable[[Check], None]] = {
     "model-14b": model.run_14b,
     "pipelines": pipeline.run_others,
     "golden-presets": tests_of("test_presets.py", "-k", "not unified and not probabilities"),
+    "formats": tests_of("test_formats.py"),
     "tests": tests_of(),
 }
 _CPU_DEADLINE_FACTOR = 50.0  # on a processor, which may be a busy one

@@ -46,7 +46,7 @@ def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_tokens_are_those_of_transformers(name, cache, model_folder, every_kernel):
-    _check(model_folder(name), cache)
+    check_tokens(model_folder(name), cache)
 
 
 @another_of_its_kind()
@@ -67,7 +67,7 @@ def test_a_rank_records_its_part(name, model_folder, every_kernel, monkeypatch):
 def test_experts_in_mxfp4(mxfp4_folder, every_kernel, monkeypatch):
     """In float32, whose codes are widened otherwise, so that tokens can be compared."""
     monkeypatch.setattr(lean_gpt_oss, "keeps_codes", lambda *layout: True)
-    _check(mxfp4_folder, "auto")
+    check_tokens(mxfp4_folder, "auto")
 
 
 @pytest.mark.parametrize(("name", "degree"), [("deepseek3", 2), ("deepseek2-groups", 3)])
@@ -101,7 +101,7 @@ def test_a_head_drafts_what_its_formula_says(model_folder, tmp_path, every_kerne
         served.driver.step([("a", 1), ("b", 1)])
 
 
-def _check(folder: Path, cache: str) -> None:
+def check_tokens(folder: Path, cache: str) -> None:
     expected = reference_generate(folder, random_prompts((5, 19)), 4)
     runner = make_runner(
         folder,

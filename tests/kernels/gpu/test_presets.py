@@ -98,14 +98,16 @@ def test_a_preset_gives_transformers_tokens(model: Path, preset: str, dtype: str
     assert runner.oom_retries == 0, "a step was cut in halves"
 
 
-def agreement(folder: Path) -> tuple[float, int, list[str]]:
-    """In bfloat16 against float32: the largest error of a log-probability, in standard deviations of its position's
-    logits, over the positions before a response leaves the reference; how many decisions were clear, and which of them
-    were others."""
-    prompts = random_prompts((9, 40, 150) if REAL else (5, 1, 33, 40), seed=5, vocab=VOCABULARY)
+def agreement(
+    folder: Path, reference: Path | None = None, *, vocabulary: int = VOCABULARY
+) -> tuple[float, int, list[str]]:
+    """In bfloat16 against `reference` (the same folder by default) in float32: the largest error of a log-probability,
+    in standard deviations of its position's logits, over the positions before a response leaves the reference; how many
+    decisions were clear, and which of them were others."""
+    prompts = random_prompts((9, 40, 150) if REAL else (5, 1, 33, 40), seed=5, vocab=vocabulary)
     outputs = 24 if REAL else 16
     exact: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        reference or folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     runner = make_runner(
         folder,

@@ -24,15 +24,16 @@ PLANS = {
         "golden": 70,  # tests token for token against transformers; smoke has caught what is gross
     },
     "B": {
-        "attention": 80,  # every shape, and the cache's stride
+        "attention": 60,  # every shape, and the cache's stride
         "coded-products": 30,  # weights of 8 and 4 bits, against the bound and 16 bits
         "coded-experts": 30,  # a mixture's experts in FP8, INT8, 4 bits and MXFP4, the same way
         "batch-invariant": 50,  # one model, loaded without the option and with it: its price
         "kv-transfer": 60,  # two processes, one device; broken links are found early
-        "model-14b": 90,  # one load: decode, prefill, mixed steps, compilations
+        "model-14b": 70,  # one load: decode, prefill, mixed steps, compilations
         "pipelines": 85,  # two workers on one device are time-sliced: a check, not a measurement
         "golden-presets": 45,  # tests of the presets whose rows lie differently in the cache
-        "tests": 50,  # all tests of kernels: as many as the time allows, and all with --only and --total-s
+        "formats": 60,  # tests of every family and format, two or three layers each
+        "tests": 30,  # all tests of kernels: as many as the time allows, and all with --only and --total-s
     },
 }
 """Seconds by section."""

@@ -117,7 +117,7 @@ def _environment(dry_run: bool, work: Path, paths: list[str]) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     environment["PYTHONUNBUFFERED"] = "1"
     environment["HF_HUB_OFFLINE"] = environment["TRANSFORMERS_OFFLINE"] = "1"
-    environment["TRITON_CACHE_DIR"] = str(work / "triton")
+    environment.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
     if dry_run:  # there the cache folder's kernels serve as they are
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["TRITON_INTERPRET"] = "1"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from cohort.services.launcher.processes.child import adopt_orphans
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
 READY_TIMEOUT_S = 120.0
@@ -41,37 +42,39 @@ it for copies of pages that were shared."""
 class ForkedProcess:
     """What the tests use of a `subprocess.Popen`."""
 
-    def __init__(self, template: _Template, pid: int) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._template = template
 
     def poll(self) -> int | None:
-        self._template.hear()
+        if self.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:  # its group first, before the id can belong to another process
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def wait(self, timeout: float) -> int:
         """Exit code, negative for a signal. Raises `subprocess.TimeoutExpired`."""
         deadline = time.monotonic() + timeout
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
-            self._template.hear(min(0.1, timeout))
-        assert self.returncode is not None
-        return self.returncode
+            time.sleep(0.005)
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """None to a process that has ended: the template may have reaped it before its end was heard here."""
+        """None to a process that has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
 class _Template:
-    """Ends with the tests' process, and its forks with it."""
+    """Ends with the tests' process, as its forks do."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,44 +84,25 @@ class _Template:
             command, stdin=subprocess.DEVNULL, env=dict(environment), start_new_session=True, pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        self._hearing = threading.Lock()
+        self._ordering = threading.Lock()
         self._serial = 0
-        self._born: dict[int, int] = {}
-        self._forks: dict[int, ForkedProcess] = {}
-        self._receive(READY_TIMEOUT_S)
+        adopt_orphans()
+        self._receive()
 
     def fork(self, module: str, arguments: Sequence[str], log: IO[bytes]) -> ForkedProcess:
-        with self._hearing:
+        with self._ordering:
             self._serial += 1
-            order = {
-                "order": self._serial,
-                "module": module,
-                "arguments": list(arguments),
-                "template": self.process.pid,
-            }
+            order = {"order": self._serial, "module": module, "arguments": list(arguments), "launcher": os.getpid()}
             socket.send_fds(self._orders, [json.dumps(order).encode()], [log.fileno()])
-            while self._serial not in self._born:
-                self._receive(READY_TIMEOUT_S)
-            return self._forks[self._born.pop(self._serial)]
+            return ForkedProcess(self._receive()["pid"])
 
-    def hear(self, timeout_s: float = 0.0) -> None:
-        """What ended meanwhile."""
-        with self._hearing:
-            while select.select([self._orders], [], [], timeout_s)[0]:
-                self._receive(0.0)
-                timeout_s = 0.0
-
-    def _receive(self, timeout_s: float) -> None:
-        ready, _, _ = select.select([self._orders], [], [], timeout_s)
+    def _receive(self) -> dict[str, int]:
+        ready, _, _ = select.select([self._orders], [], [], READY_TIMEOUT_S)
         data = self._orders.recv(LARGEST_ORDER_BYTES) if ready else b""
         if not data:
             raise RuntimeError(f"the template of the processes does not answer (exit code {self.process.poll()})")
-        match json.loads(data):
-            case {"order": int(order), "pid": int(pid)}:
-                self._forks[pid] = ForkedProcess(self, pid)
-                self._born[order] = pid
-            case {"pid": int(pid), "code": int(code)}:
-                self._forks.pop(pid).returncode = code
+        answer: dict[str, int] = json.loads(data)
+        return answer
 
 
 _templates: dict[tuple[tuple[str, str], ...], _Template] = {}

@@ -1,4 +1,4 @@
-"""One running process: started so that it can neither be orphaned nor leave anything behind.
+"""One running process, started here or by a template: so that it can neither be orphaned nor leave anything behind.
 
 - Own session: Ctrl-C at the terminal reaches the launcher only, which then ends the processes in order.
 - Parent-death signal: when the launcher dies, even by kill -9, the kernel kills the process.
@@ -23,7 +23,7 @@ from pathlib import Path
 from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import open_private
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,7 +31,59 @@ class LauncherGone(CohortError):
     """The launcher was gone before its process began."""
 
 
-class Child:
+class Running:
+    """Process whose parent is this one, and the group that it leads."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.done()
+
+    async def wait(self) -> int:
+        """Exit code, negative for a signal. May be awaited by several and cancelled freely."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        """Ask it to drain and end."""
+        self._signal(signal.SIGTERM)
+
+    def hand_over(self) -> None:
+        """Ask it to drain and end while another process takes its port over, if it has one."""
+        self.terminate()
+
+    def kill(self) -> None:
+        """End it and all it started, now."""
+        if self.running:
+            self._kill_group()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.running:
+            os.kill(self.pid, number)
+
+    def _reap(self) -> None:
+        """Report its end. Until it is reaped its group id cannot belong to another process: clear the group first."""
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._kill_group()
+        self._ended.set_result(self._exit_code())
+
+    def _exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Child(Running):
+    """Process that this one has started."""
+
     def __init__(
         self, command: Sequence[str], log_file: Path, environment: Mapping[str, str], descriptors: Sequence[int] = ()
     ) -> None:
@@ -47,45 +99,18 @@ class Child:
                 pass_fds=tuple(descriptors),
                 preexec_fn=_die_with(os.getpid()),
             )
-        self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[int] = self._loop.create_future()
-        self._loop.add_reader(self._pidfd, self._reap)
-
-    @property
-    def running(self) -> bool:
-        return not self._ended.done()
-
-    async def wait(self) -> int:
-        """Exit code, negative for a signal. May be awaited by several and cancelled freely."""
-        return await asyncio.shield(self._ended)
-
-    def terminate(self) -> None:
-        """Ask it to drain and end."""
-        if self.running:
-            self._process.send_signal(signal.SIGTERM)
+        super().__init__(self._process.pid)
 
     def hand_over(self) -> None:
-        """Ask it to drain and end while another process takes its port over."""
-        if self.running:
-            self._process.send_signal(signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
 
-    def kill(self) -> None:
-        """End it and all it started, now."""
-        if self.running:
-            self._kill_group()
+    def _exit_code(self) -> int:
+        return self._process.wait()
 
-    def _reap(self) -> None:
-        """Report its end. Until it is reaped its group id cannot belong to another process: clear the group first."""
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._kill_group()
-        self._ended.set_result(self._process.wait())
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+def adopt_orphans() -> None:
+    """Become the parent of processes below this one whose own parent ends."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _die_with(launcher_pid: int) -> Callable[[], None]:

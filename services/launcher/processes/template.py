@@ -1,26 +1,26 @@
 """A process that has imported what a worker imports, and forks one for each order of the launcher: many workers start
 in the time of one import, and share its memory.
 
-    launcher ── order, descriptor of the log ─▶ template ── fork ─▶ worker
-    launcher ◀── pid; later its exit code ───── template ◀─ ends ───┘
+    launcher ── order, descriptor of the log ─▶ template ── fork ── fork ─▶ worker, which the launcher adopts
+    launcher ◀───────────────── pid ────────────────┘
 
-Holds no thread, no event loop, no model and no device: a fork copies only what is safe to copy. Dies with the launcher,
-as its workers die with it. Started by `forks`, one for each environment (an OpenMP pool's size is read at import).
+Holds no thread, no event loop, no model and no device: a fork copies only what is safe to copy. A worker's parent is
+the launcher: it dies with that, and outlives the template. Started by `forks`, one for each environment (an OpenMP
+pool's size is read at import).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import importlib
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,50 +37,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a worker writes to no page that it shares
-    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    sources: list[Any] = [orders, woken]
     orders.send(b"{}")  # ready
     while True:
-        readable, _, _ = select.select(sources, [], [])
-        if woken in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(woken, 4096)
-            _reap(orders)
-        if orders in readable:
-            data, descriptors, _, _ = socket.recv_fds(orders, LARGEST_ORDER_BYTES, 1)
-            if not data:
-                return
-            order = json.loads(data)
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for descriptor in (orders.detach(), woken, wake):
-                    os.close(descriptor)
-                _become(order, descriptors[0])
-                return
-            for descriptor in descriptors:
-                os.close(descriptor)
-            orders.send(json.dumps({"order": order["order"], "pid": pid}).encode())
+        data, descriptors, _, _ = socket.recv_fds(orders, LARGEST_ORDER_BYTES, 1)
+        if not data:
+            return
+        order = json.loads(data)
+        pid = _fork_twice()
+        if pid is None:
+            orders.close()
+            _become(order, descriptors[0])
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        orders.send(json.dumps({"order": order["order"], "pid": pid}).encode())
 
 
-def _reap(orders: socket.socket) -> None:
-    """Reap workers that ended. Their process groups are killed first, before the ids can belong to others."""
-    while (ended := _ended()) is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(ended.si_pid, signal.SIGKILL)
-        _, status = os.waitpid(ended.si_pid, 0)
-        orders.send(json.dumps({"pid": ended.si_pid, "code": os.waitstatus_to_exitcode(status)}).encode())
-
-
-def _ended() -> os.waitid_result | None:
-    """Return a worker that has ended and is not reaped yet."""
+def _fork_twice() -> int | None:
+    """Fork a process through another one, which ends at once. Return its pid, 0 = there was no place for it; in it,
+    return None when it has been adopted."""
+    told, tell = os.pipe()
     try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there is none left
-        return None
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            pid = _fork()
+            if pid:
+                os.write(tell, b"%d" % max(0, pid))
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.0002)
+            return None
+        os.waitpid(between, 0)
+        return int(os.read(told, 32) or 0)
+    except OSError:
+        return 0
+    finally:
+        os.close(told)
+        os.close(tell)
+
+
+def _fork() -> int:
+    """Return as `os.fork` does; -1 where it fails."""
+    try:
+        return os.fork()
+    except OSError:
+        return -1
 
 
 def _become(order: dict[str, Any], log: int) -> None:
@@ -92,7 +94,7 @@ def _become(order: dict[str, Any], log: int) -> None:
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != order["template"]:
+    if os.getppid() != order["launcher"]:
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):

@@ -18,6 +18,22 @@ pytestmark = pytest.mark.pipeline
 
 TOY = "tests.services.launcher.forked_toy"
 ROOT = str(Path(__file__).parents[4])
+LAUNCHER = f"""
+import asyncio, os, pathlib, signal, sys
+from cohort.services.launcher.processes.forks import Forks
+async def main():
+    log = pathlib.Path(sys.argv[1])
+    forks = Forks(sys.executable, ["tests.services.launcher.imported_once"], log.with_suffix(".template"))
+    await forks.child([sys.executable, "-P", "-m", "{TOY}", "serves"], log, dict(os.environ))
+    while log.read_text().count(chr(10)) < 2:
+        await asyncio.sleep(0.02)
+    [template] = forks._templates.values()
+    os.kill(template._process.pid, signal.SIGKILL)
+    await template._process.wait()
+    print("alone", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -114,7 +130,7 @@ async def test_what_was_prepared_is_forked_from(forks: Forks, tmp_path: Path) ->
 
 
 async def test_after_a_renewal_others_are_forked_from_a_new_one(forks: Forks, tmp_path: Path) -> None:
-    """And the former one lives as long as its workers do."""
+    """And workers of the former one live on."""
     old = await forks.child(command("serves"), tmp_path / "old.log", environment())
     await said(tmp_path / "old.log", 2)
     [former] = forks._templates.values()
@@ -122,21 +138,41 @@ async def test_after_a_renewal_others_are_forked_from_a_new_one(forks: Forks, tm
     new = await forks.child(command("serves"), tmp_path / "new.log", environment())
     imported = [(await said(tmp_path / f"{name}.log", 2))[0].rpartition(" ")[2] for name in ("old", "new")]
     assert imported[0] != imported[1] and old.running
+    await gone(former._process.pid)
     old.terminate()
     assert await old.wait() == 0
     third = await forks.child(command("ends", "0"), tmp_path / "third.log", environment())
     assert await third.wait() == 0 and new.running
-    await gone(former._process.pid)
 
 
-async def test_a_template_that_dies_takes_its_workers_and_others_start_without_it(forks: Forks, tmp_path: Path) -> None:
-    log = tmp_path / "orphan.log"
+async def test_a_template_that_dies_leaves_its_workers_alive_and_others_start_without_it(
+    forks: Forks, tmp_path: Path
+) -> None:
+    log = tmp_path / "adopted.log"
     worker = await forks.child(command("serves"), log, environment())
     await said(log, 2)
     [template] = forks._templates.values()
     os.kill(template._process.pid, signal.SIGKILL)
-    assert await worker.wait() == -signal.SIGKILL
-    await gone(worker.pid)
+    await template._process.wait()
     following = await forks.child(command("ends", "3"), tmp_path / "alone.log", environment())
     assert isinstance(following, Child)
     assert await following.wait() == 3
+    assert worker.running and lives(worker.pid)
+    worker.terminate()
+    assert await worker.wait() == 0
+
+
+async def test_workers_die_with_the_process_that_ordered_them(tmp_path: Path) -> None:
+    """Whose template may be gone by then."""
+    log = tmp_path / "worker.log"
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER, str(log), env=environment(), stdout=asyncio.subprocess.PIPE
+    )
+    assert launcher.stdout is not None and await launcher.stdout.readline() == b"alone\n"
+    first, helper = lines_of(log)
+    worker = int(first.split()[2].rstrip(","))
+    assert lives(worker)
+    launcher.kill()
+    await launcher.wait()
+    await gone(worker)
+    os.kill(int(helper), signal.SIGKILL)

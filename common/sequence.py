@@ -61,6 +61,11 @@ class Sequence:
     """Time at which its last token left this worker; None before the first."""
     delivered: int = 0
     """Output tokens that left this worker."""
+    cached_ahead: int = -1
+    """Positions that the prefix cache would save a sequence that has not started, when it was last asked; -1 = it was
+    not."""
+    prefix_hashes: list[bytes] | None = None
+    """Hashes of the full blocks of its prompt, kept while it has not started."""
     preemptions: int = 0
     repeat_from: int | None = None
     """Position at which the next update to the gateway starts: after a KV transfer it repeats tokens of the former
@@ -117,6 +122,16 @@ class Sequence:
         if self.scored_slice and remaining > self.scored_slice and self.scores_prompt:
             return self.scored_slice
         return remaining
+
+    @property
+    def begins(self) -> int:
+        """Position from which on it will be computed: behind what the prefix cache is expected to save."""
+        return self.computed or max(0, self.cached_ahead)
+
+    @property
+    def to_compute(self) -> int:
+        """`uncomputed`, less what the prefix cache is expected to save a sequence that has not started."""
+        return self.uncomputed if self.computed or self.cached_ahead <= 0 else self.uncomputed - self.cached_ahead
 
     @property
     def output_tokens(self) -> int:

@@ -308,12 +308,13 @@ class QueueBucket(msgspec.Struct, frozen=True, array_like=True):
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Progress of one request on an instance, for an execution predictor to replay (D4). Tokens still to prefill there,
     KV positions it holds, output tokens still expected there: for an answer that has outlived its prediction, the
-    tokens beyond it."""
+    tokens beyond it. `cached`: of `prefill_left`, what the prefix cache was found to hold; -1 = it was not asked."""
 
     request_id: RequestId
     prefill_left: int
     context: int
     decode_left: int
+    cached: int = -1
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):

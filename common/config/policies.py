@@ -41,7 +41,8 @@ class CohortConfig(Section, frozen=True):
 
     # of prompts that can still keep their TTFT: as many as possible, the shortest of them first; or all by one rule
     prompt_order: Literal["most_in_time", "shortest", "earliest_due"] = "most_in_time"
-    patience_s: Seconds = 60.0  # a request that waited so long goes first: its client is about to give up
+    patience_s: Seconds = 60.0  # what waited so long, of whatever class, has a share of the time for prompts
+    patience_share: Fraction = 0.1  # this share of all time; what came first is computed first
     # an iteration without real-time decodes; and what may be added to the wait of a newcomer for its first token
     longest_step_s: Seconds = 0.2
     refuse_late: Literal["named", "all", "none"] = "named"  # 429 where no worker keeps a TTFT: to those that named it

@@ -128,6 +128,10 @@ class KvAllocator(ABC):
         """Give a WAITING sequence its first blocks, including what its policy reserves. Return the positions whose KV
         the prefix cache already holds, or None when blocks are missing."""
 
+    def cached_ahead(self, sequence: Sequence) -> int:
+        """Return the positions that `admit` would find in the prefix cache now."""
+        return 0
+
     @abstractmethod
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
         """Take blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions; none for what

@@ -16,6 +16,7 @@ def start(sequence: Sequence, kv: KvAllocator) -> bool:
         return False
     sequence.phase = Phase.RUNNING
     sequence.computed = cached
+    sequence.cached_ahead, sequence.prefix_hashes = -1, None
     sequence.cached_tokens = max(sequence.cached_tokens, cached if sequence.preemptions == 0 else 0)
     return True
 

@@ -90,7 +90,7 @@ def _progress(held: Held) -> QueuedWork:
         decode_left = 1
     if end is not None:  # the rest is sampled by the next segment's worker
         decode_left = min(decode_left, max(0, end - max(known, prompt)))
-    return QueuedWork(request.request_id, prefill_left, computed, decode_left)
+    return QueuedWork(request.request_id, prefill_left, computed, decode_left, sequence.cached_ahead)
 
 
 class WorkerReports:

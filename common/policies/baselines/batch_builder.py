@@ -92,6 +92,11 @@ class BatchBuilder:
         return list(self._decode)
 
     @property
+    def prompt_rows(self) -> list[Row]:
+        """Rows of several tokens so far."""
+        return list(self._prefill)
+
+    @property
     def holders(self) -> list[Sequence]:
         """Sequences with KV on the device, safest rank first."""
         return list(self._holders)

@@ -104,23 +104,40 @@ class PagedAllocator(KvAllocator):
         return sequence.target
 
     def admit(self, sequence: Sequence) -> int | None:
-        # At least one position must be computed, or there are no logits to sample from; all, if all are wanted.
-        max_cached = 0 if sequence.scores_prompt else sequence.target - 1
-        salt = sequence.request.cache_salt
-        return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached, salt, 0)
+        most = _most_cached(sequence)
+        return self._take(sequence.key, self._prefix(sequence), self.positions_wanted(sequence), most, 0)
+
+    def cached_ahead(self, sequence: Sequence) -> int:
+        hashes = self._prefix(sequence)
+        if self._simple:
+            return len(self._pool.lookup(hashes)) * self.geometry.block_size
+        seen = [partial(self._freed_blocks, window) for window in self._windows]
+        return self._pool.lookup_windows(hashes, seen)[0] * self.geometry.block_size
 
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
-        return self._take(key, tokens, positions, min(positions, len(tokens)), salt, positions)
+        most = min(positions, len(tokens))
+        return self._take(key, self._hashes(tokens, most, salt), positions, most, positions)
+
+    def _prefix(self, sequence: Sequence) -> list[BlockHash]:
+        """Return the hashes of a sequence's blocks that may be cached, computed once while it has not started."""
+        blocks, known = _most_cached(sequence) // self.geometry.block_size, sequence.prefix_hashes
+        if known is None or len(known) != blocks:
+            known = self._hashes(sequence.tokens, _most_cached(sequence), sequence.request.cache_salt)
+            sequence.prefix_hashes = known
+        return known
+
+    def _hashes(self, tokens: Seq[int], most: int, salt: str) -> list[BlockHash]:
+        size = self.geometry.block_size
+        return block_hashes(tokens[: most // size * size], size, parent=prefix_root(salt)) if self._caching else []
 
     def _take(
-        self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int, salt: str, arriving: int
+        self, key: Attempt, hashes: list[BlockHash], positions: int, max_cached: int, arriving: int
     ) -> int | None:
-        """Allocate blocks. `arriving`: positions whose KV comes from elsewhere, none behind their windows."""
+        """Allocate blocks. `hashes`: of `max_cached` positions, which may be found. `arriving`: positions whose KV
+        comes from elsewhere, none behind their windows."""
         if key in self._held:
             raise InvariantViolated(f"{key} already holds blocks")
         size = self.geometry.block_size
-        cacheable = tokens[: max_cached // size * size]
-        hashes = block_hashes(cacheable, size, parent=prefix_root(salt)) if self._caching else []
         if self._simple:
             freed, shared = [0], [self._pool.lookup(hashes)]
             cached = len(shared[0])
@@ -358,3 +375,9 @@ class PagedAllocator(KvAllocator):
                         raise InvariantViolated(f"{key} has tables of {len(first)} and of {len(table)} blocks")
         self._pool.check([holding.all_device_blocks for holding in self._held.values()])
         self._host.check([holding.all_in_host for holding in self._held.values()])
+
+
+def _most_cached(sequence: Sequence) -> int:
+    """Return the positions that may come from the cache. At least one must be computed, or there are no logits to
+    sample from; all, if all are wanted."""
+    return 0 if sequence.scores_prompt else sequence.target - 1

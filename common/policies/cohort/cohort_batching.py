@@ -8,7 +8,8 @@ strictest promise among the decodes leaves time.
               turns where all would exceed the longest iteration, or the rest of the time that the next prompt waits
            ─▶ aim: the strictest TPOT among these rows, and a little of the time that its row has won (`mixing`, where
               prompts beside decodes have a price: all of that)
-           ─▶ prompts in `PromptQueue`'s plan, each as much as still fits the aim; behind one that gets its first token
+           ─▶ prompts in `PromptQueue`'s plan, behind the one that has waited longest where its share is due, each as
+              much as still fits the aim; behind one that gets its first token
               now, only as much as fits the rest of the time that newcomers wait; none of best-effort requests while
               real-time sequences hold most of the rows or blocks
 
@@ -110,6 +111,12 @@ class CohortBatching(IterationScheduler):
         self._running: dict[Attempt, Sequence] = {}
         """Sequences that hold KV on the device."""
         self._swapped: set[Attempt] = set()
+        self._unasked: list[Sequence] = []
+        """Prompts of which the prefix cache was not asked yet."""
+        self._ahead: Sequence | None = None
+        """Prompt that has waited longest, and goes before all others in this iteration."""
+        self._owed_s = 0.0
+        """Share of the time since a prompt has waited too long, less what such prompts took."""
         self._arriving = 0
         self._budget = 0
         self._aim_s = 0.0
@@ -134,6 +141,8 @@ class CohortBatching(IterationScheduler):
             self._swapped.add(sequence.key)
         if sequence.phase is not Phase.RUNNING or sequence.uncomputed > 1:
             self._prompts.add(now_s, sequence)
+        if sequence.phase is Phase.WAITING:
+            self._unasked.append(sequence)
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         self._ended += self._running.pop(sequence.key, None) is not None
@@ -149,14 +158,19 @@ class CohortBatching(IterationScheduler):
             if self._rowless and paced:
                 self._row_pace.note(ran.latency_s, self._ended)
             self._ended = 0
+            earned_s = self._options.patience_share * sum(ran.times_s)
+            self._owed_s = min(self._owed_s + earned_s, self._options.longest_step_s)
             self._learn(ran, kv)
             self._computed(now_s, ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
-        row_s = self._row_pace.each_s if self._rowless else 0.0
-        token_s = self._token_pace.each_s
-        prompts = self._prompts.in_rank_order() if self._crowded else self._prompts.plan(now_s, token_s, row_s)
+        for sequence in self._unasked:
+            self._ask(now_s, kv, sequence)
+        self._unasked.clear()
+        prompts = self._plan_prompts(now_s)
+        if prompts.first is not None and self._ask(now_s, kv, prompts.first):
+            prompts = self._plan_prompts(now_s)
         first = prompts.first
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
         yielded = first is not None and self._make_way(now_s, builder, kv, first)
@@ -168,6 +182,8 @@ class CohortBatching(IterationScheduler):
         self._aim_s = min(self._aim(now_s, batch, decoding, first), self._shared_s)
         least = self._mix(now_s, batch, decoding, first)
         self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
+        if self._ahead is not None and times is not None:
+            self._owed_s -= times.token_s * sum([r.count for r in builder.prompt_rows if r.sequence is self._ahead])
         builder.tokens_left = self._limits.max_tokens - self._budget - len(builder.decode_rows)
         for sequence in paused:  # into rows that no prompt took
             builder.continue_row(sequence)
@@ -175,6 +191,26 @@ class CohortBatching(IterationScheduler):
         self._sort_out(now_s, plan)
         plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
         return plan
+
+    def _ask(self, now_s: float, kv: KvAllocator, sequence: Sequence) -> bool:
+        """Ask the prefix cache what it would save a prompt that has not started; return whether that has changed."""
+        if sequence.phase is not Phase.WAITING or sequence not in self._prompts:
+            return False
+        former, sequence.cached_ahead = max(0, sequence.cached_ahead), kv.cached_ahead(sequence)
+        if sequence.cached_ahead == former:
+            return False
+        self._prompts.changed(now_s, sequence)
+        return True
+
+    def _plan_prompts(self, now_s: float) -> PromptPlan:
+        waiting = self._prompts.longest_waiting(now_s)
+        if waiting is None:
+            self._owed_s = 0.0
+        self._ahead = waiting if self._owed_s >= 0.0 else None
+        if self._crowded:
+            return self._prompts.in_rank_order(self._ahead)
+        row_s = self._row_pace.each_s if self._rowless else 0.0
+        return self._prompts.plan(now_s, self._token_pace.each_s, row_s, ahead=self._ahead)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Return `UNTIL_CHANGED` if all sequences decode, no prompt waits and the composition is in the table."""
@@ -261,7 +297,7 @@ class CohortBatching(IterationScheduler):
 
     def _may_share(self, now_s: float, prompt: Sequence) -> bool:
         """Return whether a prompt may start where that leaves fewer rows than sequences: late ones wait for a row."""
-        if is_interrupted(prompt) or now_s >= prompt.arrived_s + self._options.patience_s:
+        if is_interrupted(prompt) or prompt is self._ahead:
             return True
         return is_promised(prompt) and now_s < due_s(prompt)
 
@@ -309,8 +345,8 @@ class CohortBatching(IterationScheduler):
         most = self._prompts.tokens(self._limits.max_tokens - decodes.decodes)
         if most <= 0:
             return least
-        chunk = best_chunk(times, decodes, first.computed, most)
-        mixed_s = self.table.estimate(decodes.with_prefill(first.computed, chunk)) or 0.0
+        chunk = best_chunk(times, decodes, first.begins, most)
+        mixed_s = self.table.estimate(decodes.with_prefill(first.begins, chunk)) or 0.0
         if mixed_s <= self._aim_s or mixed_s > self._options.longest_step_s:
             return least
         alone_s = self.table.estimate(decodes) or 0.0
@@ -366,7 +402,7 @@ class CohortBatching(IterationScheduler):
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
                 self._rowless = tokens_left > 0
                 return
-            if sequence.request.traffic_class != "rt" and now_s < sequence.arrived_s + self._options.patience_s:
+            if sequence.request.traffic_class != "rt" and sequence is not self._ahead:
                 pressed = self._pressed(kv) if pressed is None else pressed
                 if pressed:
                     skipped = True
@@ -378,7 +414,7 @@ class CohortBatching(IterationScheduler):
                 if not started:  # none of those behind holds blocks
                     break
                 continue
-            wanted = min(sequence.uncomputed, tokens_left)
+            wanted = min(sequence.to_compute, tokens_left)
             within_s = self._aim_s
             if held or is_one_of_many(sequence) or self._fitting(batch, sequence, wanted, within_s) < wanted:
                 within_s = rest_s
@@ -438,7 +474,7 @@ class CohortBatching(IterationScheduler):
         if self.table.step_times is None:
             chunk = int(self._cold_chunk * min(1.0, aim_s / self._options.longest_step_s))
             return min(wanted, max(0, chunk - batch.prefill_tokens))
-        return self.table.prefill_budget(batch, sequence.computed, wanted, aim_s)
+        return self.table.prefill_budget(batch, sequence.begins, wanted, aim_s)
 
     def _sort_out(self, now_s: float, plan: IterationPlan) -> None:
         """Move preempted sequences to the prompts: they compute again or wait in host memory. Rows hold blocks."""
@@ -449,6 +485,7 @@ class CohortBatching(IterationScheduler):
                 self._swapped.add(sequence.key)
             self._prompts.remove(sequence)
             self._prompts.add(now_s, sequence)
+            self._unasked.append(sequence)
         for row in plan.rows:
             self._swapped.discard(row.sequence.key)
 

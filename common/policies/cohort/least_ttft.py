@@ -94,7 +94,7 @@ class _Placing:
     chain: Chain
     cached: Cached
     mean_load: MeanLoad
-    ranks: dict[float, RankKey] = field(default_factory=dict)  # by a worker's seconds per prompt token
+    ranks: dict[tuple[float, int], RankKey] = field(default_factory=dict)  # by token_s, cached
 
     def growth(self, geometry: KvGeometry, cached: int) -> float:
         """Return the positions needed on a worker that has `cached` of them."""
@@ -251,22 +251,24 @@ class LeastTtft(Placement):
             variance=spread * spread,
             placed_at_s=now_s,
         )
-        slowdowns, overtaking = self._note_arrival(now_s, record, output)
+        left = record.tokens - max(cached.values(), default=0)
+        slowdowns, overtaking = self._note_arrival(now_s, record, left, output)
         return _Placing(
             request, record, output, spread * spread, slowdowns, overtaking / devices, chain, cached, mean_load
         )
 
-    def _note_arrival(self, now_s: float, record: RequestRecord, output: float) -> tuple[Slowdowns, float]:
-        """Return the slowdowns by later prompts that overtake, and the positions per second that they take. While a
-        prompt is computed, half of it is left on average. Record its arrival, unless it is best effort."""
+    def _note_arrival(self, now_s: float, record: RequestRecord, left: int, output: float) -> tuple[Slowdowns, float]:
+        """Return the slowdowns by later prompts that overtake, and the positions per second that they take. `left`: its
+        tokens that no cache has; while it is computed, half of them on average. Record its arrival, unless it is best
+        effort."""
         if self._arriving is None:
             return (1.0, 1.0), 0.0
         if record.best_effort:
             every = self._arriving.shorter_per_s(_ANY_LENGTH)
             factor = slowdown(every.tokens, self._prompt_rate)
             return (factor, factor), every.positions
-        shorter, half = (self._arriving.shorter_per_s(tokens) for tokens in (record.tokens, record.tokens // 2))
-        self._arriving.arrived(now_s, record.tokens, record.tokens + output)
+        shorter, half = (self._arriving.shorter_per_s(tokens) for tokens in (left, left // 2))
+        self._arriving.arrived(now_s, left, record.tokens + output)
         waiting, computing = (slowdown(work.tokens, self._prompt_rate) for work in (shorter, half))
         return (waiting, computing), shorter.positions
 
@@ -302,14 +304,14 @@ class LeastTtft(Placement):
         own_tokens, usable_share = record.tokens - cached, 1.0 - HEADROOM
         own_pairs = own_tokens * (cached + 0.5 * own_tokens)  # query-key pairs of attention
         pace = work.pace(sharing)
-        rank = placing.ranks.get(work.token_s)
+        rank = placing.ranks.get((work.token_s, cached))
         if rank is None:
-            rank = placing.ranks[work.token_s] = work.rank(now_s, record)
+            rank = placing.ranks[work.token_s, cached] = work.rank(now_s, record, cached)
         computed = work.done(now_s, pace)  # since the report
         tokens_before, pairs_before = work.before(rank, computed)
         all_tokens, busy, strictest_s = work.prompt_tokens, work.busy, work.strictest_s
         for other in sharing:
-            tokens, pairs = other.before(other.rank(now_s, record), 0.0)  # 0.0: theirs count as last reported
+            tokens, pairs = other.before(other.rank(now_s, record, cached), 0.0)  # 0.0: theirs count as last reported
             tokens_before, pairs_before = tokens_before + tokens, pairs_before + pairs
             all_tokens += other.prompt_tokens
             busy, strictest_s = busy or other.busy, min(strictest_s, other.strictest_s)

@@ -124,7 +124,7 @@ class PlacedWork:
     def place(self, now_s: float, request: RequestRecord, *, prompt: bool, decode: bool, output: float) -> None:
         """Record what was sent here: the request's prompt, its decode row, or both."""
         rest = request.tokens - request.cached
-        rank = self.rank(now_s, request) if prompt else None
+        rank = self.rank(now_s, request, request.cached) if prompt else None
         name = request.attempt.request_id
         removed = self._arrived(name) if name in self._in_transit else []
         tokens, context = rest if prompt else 0, request.tokens if decode else 0
@@ -193,9 +193,9 @@ class PlacedWork:
             _go_on(self._pairs, first, [prompt.pairs for prompt in rest])
             _go_on(self._needs, first, [prompt.needed for prompt in rest])
 
-    def rank(self, now_s: float, request: RequestRecord) -> RankKey:
-        """Return the place of a newcomer among the prompts here."""
-        return self._rank(now_s, request, request.tokens)[0]
+    def rank(self, now_s: float, request: RequestRecord, cached: int) -> RankKey:
+        """Return the place of a newcomer among the prompts here. `cached`: prompt tokens in this worker's cache."""
+        return self._rank(now_s, request, request.tokens - cached)[0]
 
     def before(self, rank: RankKey, done: float) -> tuple[int, float]:
         """Return tokens and pairs of the prompts before this rank, less `done` tokens computed since the report."""

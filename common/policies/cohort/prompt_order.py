@@ -5,8 +5,10 @@
               │                                   (or all of them shortest first, or earliest due)
               └ cannot any more ──────────────── by due time, behind all that can
     best-effort ──────────────────────────────── behind all real-time ones, as they came
-    (interrupted amid its output by the loss of its worker, or waited longer than a client's patience, so that none
-    starves: before all others of its class)
+    (interrupted amid its output by the loss of its worker: before all others of its class)
+
+Whatever the order, what has waited longest gets a share of the time (`PromptQueue.longest_waiting`), so that nothing
+starves.
 
 `PromptOrder` is that rule, a function of class, due time, remaining work and price. `PromptQueue` keeps prompts in this
 order: a prompt changes its place at two moments that are known when it comes, so no decision sorts what waits; only a
@@ -30,7 +32,7 @@ from cohort.common.policies.settings import CohortSettings
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
-_PATIENT, _FEASIBLE, _LATE = 0, 1, 2
+_BEFORE, _FEASIBLE, _LATE = 0, 1, 2
 _QUICK = 0.25
 """Share of the longest step: a prompt that takes no more never waits for a longer one, whoever is late for its sake."""
 _PLANNED = 128
@@ -47,8 +49,8 @@ _Entry = tuple[RankKey, Sequence]
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """Order of prompts. `first`, of those that can make it: `most_in_time` ranks them by length as `shortest` does, and
-    the queue plans them (`PromptQueue.plan`). `patience_s`: wait after which a client gives up; its request then goes
-    first in its class. `caution`: time of a prompt beside decode rows, relative to alone; and what a plan allows for
+    the queue plans them (`PromptQueue.plan`). `patience_s`: wait after which a request has a part in the share of those
+    that waited longest. `caution`: time of a prompt beside decode rows, relative to alone; and what a plan allows for
     the unforeseen. `quick_s`: prompts of so little work go first in every plan, however soon a long one is due."""
 
     first: Literal["most_in_time", "shortest", "earliest_due", "fcfs"] = "shortest"
@@ -70,8 +72,8 @@ class PromptOrder:
         request = sequence.request
         best_effort = request.traffic_class != "rt"
         if is_interrupted(sequence):
-            return (best_effort, request.priority, _PATIENT, sequence.arrived_s, sequence.arrived_s, sequence.key), inf
-        due, work = due_s(sequence), sequence.uncomputed
+            return (best_effort, request.priority, _BEFORE, sequence.arrived_s, sequence.arrived_s, sequence.key), inf
+        due, work = due_s(sequence), sequence.to_compute
         return self.place(
             now_s,
             best_effort,
@@ -101,17 +103,12 @@ class PromptOrder:
         infinite if nothing was promised; `key` tells equals apart. `choices`: prompts of its request: together they are
         one job, or a hundred short ones would all go before a newcomer."""
         if self.first == "fcfs":
-            return (best_effort, priority, _PATIENT, arrived_s, arrived_s, key), inf
-        impatient_s = arrived_s + self.patience_s
-        if now_s >= impatient_s:
-            return (best_effort, priority, _PATIENT, arrived_s, arrived_s, key), inf
-        if due_s == inf:
-            return (best_effort, priority, _LATE, inf, arrived_s, key), impatient_s
+            return (best_effort, priority, _BEFORE, arrived_s, arrived_s, key), inf
         start_s = due_s - work * token_s * self.caution
-        if now_s >= start_s:
-            return (best_effort, priority, _LATE, due_s, arrived_s, key), impatient_s
+        if due_s == inf or now_s >= start_s:
+            return (best_effort, priority, _LATE, due_s, arrived_s, key), inf
         first = due_s if self.first == "earliest_due" else float(work * choices)
-        return (best_effort, priority, _FEASIBLE, first, arrived_s, key), min(start_s, impatient_s)
+        return (best_effort, priority, _FEASIBLE, first, arrived_s, key), start_s
 
 
 class PromptQueue:
@@ -124,6 +121,8 @@ class PromptQueue:
         self._keys: dict[Attempt, RankKey] = {}
         self._moves: list[tuple[float, RankKey, Sequence]] = []
         """Times at which a place changes; void if the sequence has another key by then."""
+        self._by_arrival: list[tuple[float, Attempt]] = []
+        """Heap, void entries included."""
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -134,16 +133,27 @@ class PromptQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, sequence in self._ranked)
 
-    def plan(self, now_s: float, pace_s: float, row_s: float = 0.0) -> PromptPlan:
-        """Return the order in which most make it. `pace_s`: seconds per prompt token here at present. `row_s`: seconds
-        between free rows, where prompts wait for these and not for time; 0 = they do not."""
+    def plan(self, now_s: float, pace_s: float, row_s: float = 0.0, *, ahead: Sequence | None = None) -> PromptPlan:
+        """Return the order in which most make it, behind `ahead`. `pace_s`: seconds per prompt token here at present.
+        `row_s`: seconds between free rows, where prompts wait for these and not for time; 0 = they do not."""
         token_s, row_s = max(pace_s, self._token_s) * self._order.caution, row_s * self._order.caution
         planned = self._order.first == "most_in_time"
-        return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None, row_s)
+        return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None, row_s, ahead)
 
-    def in_rank_order(self) -> PromptPlan:
-        """Return all prompts by rank, none of them planned."""
-        return PromptPlan(self._ranked, 0.0, 0.0, None)
+    def in_rank_order(self, ahead: Sequence | None = None) -> PromptPlan:
+        """Return all prompts by rank behind `ahead`, none of them planned."""
+        return PromptPlan(self._ranked, 0.0, 0.0, None, ahead=ahead)
+
+    def longest_waiting(self, now_s: float) -> Sequence | None:
+        """Return the prompt that came first, of whatever class and priority, if it has waited for `patience_s`."""
+        if self._order.first == "fcfs":
+            return None
+        oldest = self._by_arrival
+        while oldest and oldest[0][1] not in self._keys:
+            heapq.heappop(oldest)
+        if not oldest or now_s < oldest[0][0] + self._order.patience_s:
+            return None
+        return self._ranked[bisect_left(self._ranked, self._keys[oldest[0][1]], key=_key)][1]
 
     def is_any_late(self, now_s: float) -> bool:
         """Return whether a first token was due before the last `advance`. Best-effort requests have no due time, those
@@ -152,7 +162,7 @@ class PromptQueue:
         while at < len(self._ranked):
             group, end = _group(self._ranked, at)
             first_due = group[2] == _LATE and now_s > due_s(self._ranked[at][1])
-            if first_due or (group[2] == _PATIENT and any(now_s > due_s(s) for _, s in self._ranked[at:end])):
+            if first_due or (group[2] == _BEFORE and any(now_s > due_s(s) for _, s in self._ranked[at:end])):
                 return True
             at = end
         return False
@@ -161,12 +171,16 @@ class PromptQueue:
         """Return the tokens left of all prompts, max `most`."""
         tokens = 0
         for _, sequence in self._ranked:
-            tokens += sequence.uncomputed
+            tokens += sequence.to_compute
             if tokens >= most:
                 return most
         return tokens
 
     def add(self, now_s: float, sequence: Sequence) -> None:
+        heapq.heappush(self._by_arrival, (sequence.arrived_s, sequence.key))
+        self._insert(now_s, sequence)
+
+    def _insert(self, now_s: float, sequence: Sequence) -> None:
         key, moves_s = self._order.rank(now_s, sequence, self._token_s)
         insort(self._ranked, (key, sequence), key=_key)
         self._keys[sequence.key] = key
@@ -184,7 +198,7 @@ class PromptQueue:
     def changed(self, now_s: float, sequence: Sequence) -> None:
         """Rank a sequence anew, of which more or less is left."""
         if self.remove(sequence):
-            self.add(now_s, sequence)
+            self._insert(now_s, sequence)
 
     def advance(self, now_s: float, token_s: float) -> None:
         """Rank by the time and the price of now."""
@@ -193,7 +207,7 @@ class PromptQueue:
             everything, self._ranked, self._moves = list(self), [], []
             self._keys.clear()
             for sequence in everything:
-                self.add(now_s, sequence)
+                self._insert(now_s, sequence)
             return
         while self._moves and self._moves[0][0] <= now_s:
             _, key, sequence = heapq.heappop(self._moves)
@@ -206,9 +220,16 @@ class PromptPlan(Iterator[Sequence]):
     priority the `_PLANNED` shortest that can still make it."""
 
     def __init__(
-        self, ranked: list[_Entry], now_s: float, token_s: float, quick_s: float | None, row_s: float = 0.0
+        self,
+        ranked: list[_Entry],
+        now_s: float,
+        token_s: float,
+        quick_s: float | None,
+        row_s: float = 0.0,
+        ahead: Sequence | None = None,
     ) -> None:
-        """`quick_s`: see `PromptOrder`; None: all by rank. `row_s`: see `PromptQueue.plan`."""
+        """`quick_s`: see `PromptOrder`; None: all by rank. `row_s`, `ahead`: see `PromptQueue.plan`."""
+        self._ahead, self._waits_ahead = ahead, ahead is not None
         self._ranked = ranked
         self._at_s, self._token_s, self._quick_s, self._row_s = now_s, token_s, quick_s, row_s
         self._group: RankKey = ()
@@ -220,26 +241,42 @@ class PromptPlan(Iterator[Sequence]):
     @property
     def first(self) -> Sequence | None:
         """Next prompt, which stays in the plan; None at its end."""
-        if not self._planned and self._next == self._end:
-            if self._end == len(self._ranked):
-                return None
-            self._enter()
-        return self._planned[-1] if self._planned else self._ranked[self._next][1]
+        if self._waits_ahead:
+            return self._ahead
+        while True:
+            if not self._planned and self._next == self._end:
+                if self._end == len(self._ranked):
+                    return None
+                self._enter()
+                continue
+            sequence = self._planned[-1] if self._planned else self._ranked[self._next][1]
+            if sequence is not self._ahead:
+                return sequence
+            self._take()
 
     def __next__(self) -> Sequence:
         sequence = self.first
         if sequence is None:
             raise StopIteration
-        if self._planned:
-            return self._planned.pop()
-        self._next += 1
-        if self._group[2] == _PATIENT:
-            self._at_s += self._row_s or sequence.uncomputed * self._token_s
+        if self._waits_ahead:
+            self._waits_ahead = False
+        else:
+            if self._planned or self._group[2] != _BEFORE:
+                self._take()
+                return sequence
+            self._take()
+        self._at_s += self._row_s or sequence.to_compute * self._token_s
         return sequence
 
+    def _take(self) -> None:
+        if self._planned:
+            self._planned.pop()
+        else:
+            self._next += 1
+
     def skip(self) -> None:
-        """Leave out the rest of this class and priority, but for those that have waited too long."""
-        if self._group and self._group[2] != _PATIENT:
+        """Leave out the rest of this class and priority, but for those that were interrupted."""
+        if self._group and self._group[2] != _BEFORE:
             self._next = self._end
             self._planned.clear()
 
@@ -258,14 +295,14 @@ class PromptPlan(Iterator[Sequence]):
             self._planned.reverse()
             self._at_s += len(chosen) * self._row_s
             return
-        works_s = [sequence.uncomputed * self._token_s for sequence in some]
+        works_s = [sequence.to_compute * self._token_s for sequence in some]
         jobs = [(due_s(s), work_s) for s, work_s in zip(some, works_s, strict=True)]
         sizes_s = [work_s * s.request.choices for s, work_s in zip(some, works_s, strict=True)]
         chosen, rest = most_in_time(jobs, self._at_s, sizes_s)
         chosen.sort(key=lambda index: self._turn(some[index], sizes_s[index]))
         self._planned = [some[index] for index in (*chosen, *sorted(rest))]
         self._planned.reverse()
-        self._at_s += sum([some[index].uncomputed for index in chosen]) * self._token_s
+        self._at_s += sum([some[index].to_compute for index in chosen]) * self._token_s
 
     def _turn(self, sequence: Sequence, size_s: float) -> int:
         """Return 0 for quick prompts, 2 for those of many choices. `size_s`: work of all choices."""

@@ -162,12 +162,13 @@ class ReportedQueue:
                 self._unjudged[name] = record
             return None
         _count(self._bounds_to_come, entry.tpot_s, 1)
+        if computed == 0:
+            found = work.cached if work.cached >= 0 else record.cached if record is not None else 0
+            computed = min(found, tokens - 1)
+            tokens -= computed
         rank, moves_s = self._rank(now_s, name, record, tokens)
         if moves_s < inf:
             heapq.heappush(self._moves, (moves_s, name, rank))
-        if record is not None and computed == 0:
-            computed = min(record.cached, tokens - 1)
-            tokens -= computed
         prompt = Prompt(rank, tokens, tokens * (computed + 0.5 * tokens), geometry.growth(computed, tokens, decode))
         self.prompts += 1
         self.prompt_tokens += tokens

@@ -10,7 +10,7 @@ from cohort.common.types import Attempt
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a placed request. `cached`: prompt tokens expected in its worker's cache. `tpot_s`:
+    """Record of a placed request. `cached`: prompt tokens expected in its worker's cache, until that says. `tpot_s`:
     promised to its decode row, 0 = nothing. `variance`: of its predicted length."""
 
     attempt: Attempt

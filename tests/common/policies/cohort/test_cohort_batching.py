@@ -517,3 +517,65 @@ def test_every_request_ends_in_any_cache_that_holds_the_largest(
     assert not live and not coming
     assert kv.free_blocks == blocks
     assert len(policy._prompts) == 0 and not policy._running and not policy._swapped
+
+
+@pytest.mark.parametrize(("traffic_class", "priority"), [("rt", 0), ("rt", 5), ("be", 0)])
+def test_what_has_waited_too_long_gets_its_share_of_the_time_and_no_more(
+    traffic_class: TrafficClass, priority: int
+) -> None:
+    """Beside prompts on time that would take everything; of any class and priority, the longest wait first."""
+    policy, kv, now_s = scheduler(), cache(40_000), 100.0
+    for number in range(40):
+        effort = {"traffic_class": traffic_class, "priority": priority, "ttft_s": float(traffic_class == "rt")}
+        policy.add(now_s, promised(f"old{number}", 300, arrived_s=number / 10, max_tokens=1, **effort))
+    computed, started = {"old": 0, "new": 0}, list[str]()
+    for number in range(400):
+        while policy._prompts.tokens(3000) < 3000:
+            now = promised(f"new{number}-{len(policy._prompts)}", 200, arrived_s=now_s, ttft_s=5.0, max_tokens=1)
+            policy.add(now_s, now)
+        plan = decide(policy, kv, now_s)
+        seconds = step_seconds(TIMES, plan_shape(plan))
+        now_s += seconds
+        for row in plan.rows:
+            computed[row.sequence.request_id[:3]] += row.count
+            if row.start == 0 and row.sequence.request_id.startswith("old"):
+                started.append(row.sequence.request_id)
+        run(plan, kv)
+        ran(policy, plan, now_s, seconds)
+        for row in plan.rows:
+            if row.sequence.output_tokens:
+                leave(policy, kv, row.sequence)
+    share = computed["old"] / sum(computed.values())
+    assert 0.07 < share < 0.13 and started == [f"old{number}" for number in range(len(started))]
+
+
+def test_a_prompt_counts_as_what_the_cache_lacks() -> None:
+    policy, kv = scheduler(), cache(400, caching=True)
+    first = promised("shared", 400, ttft_s=9.0, max_tokens=1)
+    policy.add(0.0, first)
+    while not first.output_tokens:
+        step(policy, kv)
+    again = promised("again", 1, ttft_s=0.035)
+    again.tokens[:] = [*first.tokens[:400], *[7] * 20]
+    again.request = structs.replace(again.request, tokens=list(again.tokens), prompt_tokens=420)
+    for each in (promised("other", 60, ttft_s=9.0), again):
+        policy.add(0.0, each)
+    plan = decide(policy, kv, 0.0)
+    assert rows(plan)[0] == ("again", 400, 20), "42 ms of work if all were computed, 2 ms as it is"
+
+
+def test_a_prompt_is_asked_again_when_it_is_next() -> None:
+    """Its prefix may have come, or gone, meanwhile."""
+    policy, kv = scheduler(tokens=200), cache(400, caching=True)
+    first, same = promised("shared", 400, ttft_s=9.0), promised("same", 400, ttft_s=9.0, arrived_s=0.001)
+    same.tokens[:] = first.tokens
+    same.request = structs.replace(same.request, tokens=list(same.tokens))
+    for each in (first, same):
+        policy.add(0.01, each)
+    decide(policy, kv, 0.01)
+    assert same.cached_ahead == 0
+    while not first.output_tokens:
+        step(policy, kv)
+    assert same.to_compute == 400
+    decide(policy, kv, 0.1)
+    assert same.computed == 396

@@ -52,7 +52,7 @@ def test_what_is_kept_is_what_is_summed_up(steps: list[tuple[int, int, float, st
     assert (kept.prompt_tokens, kept.memory, kept.strictest_s) == (anew.prompt_tokens, anew.memory, anew.strictest_s)
     assert (kept.rows, kept.context, kept.pace()) == (anew.rows, anew.context, anew.pace())
     for tokens, due_s in ((1, 0.0), (500, 1.0), (3000, 2.9)):
-        rank = kept.rank(0.0, known("z", tokens, due_s))
+        rank = kept.rank(0.0, known("z", tokens, due_s), 0)
         assert kept.before(rank, 10.0) == anew.before(rank, 10.0)
         assert kept.blocked_s(rank, 100.0, 0.0, best_effort=False) == anew.blocked_s(
             rank, 100.0, 0.0, best_effort=False
@@ -71,7 +71,7 @@ def test_a_report_of_an_idle_worker_leaves_nothing_behind_of_those_before(report
         kept.refresh(float(at), shown, {})
         anew = PlacedWork(CohortSettings(), own_order=True)
         anew.refresh(float(at), shown, {})
-        rank = kept.rank(0.0, known("z", 100, 1.0))
+        rank = kept.rank(0.0, known("z", 100, 1.0), 0)
         for each in (kept, anew):
             assert each.before(rank, 0.0) == anew.before(rank, 0.0)
         assert (kept.memory, kept.strictest_s, kept.pace()) == (anew.memory, anew.strictest_s, anew.pace())
@@ -119,10 +119,10 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
         assert begun[0] == begun[1]
         for name, _ in begun[0]:
             knows[name].predicted_s = None
-        rank = kept.rank(now_s, known("z", 100, now_s + 1.0))
+        rank = kept.rank(now_s, known("z", 100, now_s + 1.0), 0)
         for each in (kept, anew):
             for tokens_left, until_s in ((1, 1.0), (100, 1.0), (5000, 10.0)):
-                place = each.rank(now_s, known("z", tokens_left, now_s + until_s))
+                place = each.rank(now_s, known("z", tokens_left, now_s + until_s), 0)
                 assert each.before(place, 0.0) == anew.before(place, 0.0)
             for alike in (False, True):
                 waits = [one.blocked_s(rank, 500.0, 0.0, best_effort=alike) for one in (each, anew)]

@@ -88,11 +88,35 @@ def test_tokens_of_a_former_attempt_earn_no_time() -> None:
     assert due_s(stream) == 1.1
 
 
-def test_patience_ends_after_a_minute_and_not_before() -> None:
-    """Ageing of seconds would make an overloaded server first come, first served again."""
-    prompts = [promised("waited", 900, arrived_s=-59.0), promised("short", 10)]
-    assert ordered(0.0, prompts) == ["short", "waited"]
-    assert ordered(2.0, prompts) == ["waited", "short"]
+def test_the_longest_wait_counts_after_a_minute_whatever_the_class_and_only_what_is_still_there() -> None:
+    queue = PromptQueue(PromptOrder())
+    older = promised("older", 900, arrived_s=-61.0, traffic_class="be", ttft_s=0.0)
+    for each in (promised("old", 900, arrived_s=-60.5, priority=3), older, promised("short", 10)):
+        queue.add(0.0, each)
+    assert queue.longest_waiting(-1.1) is None
+    assert queue.longest_waiting(0.0) is older
+    queue.changed(0.0, older)
+    assert queue.longest_waiting(0.0) is older
+    queue.remove(older)
+    assert queue.longest_waiting(-0.6) is None
+    old = queue.longest_waiting(0.0)
+    assert old is not None and old.request_id == "old"
+    queue.add(0.0, older)
+    assert queue.longest_waiting(0.0) is older
+
+
+def test_what_goes_ahead_is_planned_first_and_once() -> None:
+    prompts = [promised("short", 80), promised("urgent", 300, ttft_s=0.4), promised("late", 1, arrived_s=-70.0)]
+    queue = PromptQueue(PromptOrder(first="most_in_time"))
+    for each in prompts:
+        queue.add(0.0, each)
+    queue.advance(0.0, TOKEN_S)
+    for ahead in prompts:
+        others = [each.request_id for each in queue.plan(0.0, 0.0) if each is not ahead]
+        plan = queue.plan(0.0, 0.0, ahead=ahead)
+        assert plan.first is ahead
+        assert [each.request_id for each in plan] == [ahead.request_id, *others]
+        assert [each is ahead for each in queue.in_rank_order(ahead)] == [True, False, False]
 
 
 def test_a_prompt_that_was_preempted_is_due_when_its_next_token_is() -> None:
@@ -141,12 +165,12 @@ def test_a_plan_counts_the_pace_and_what_goes_before() -> None:
     prompts = [promised("urgent", 300, ttft_s=0.4), promised("short", 80)]
     assert planned(0.0, prompts) == ["short", "urgent"]
     assert planned(0.0, prompts, pace_s=0.0013) == ["urgent", "short"]
-    waited = promised("waited", 200, arrived_s=-61.0)
-    assert planned(0.0, [waited, promised("long", 700, ttft_s=0.8), promised("small", 100, ttft_s=0.5)]) == [
-        "waited",
-        "small",
-        "long",
-    ]
+    ahead = promised("ahead", 200)
+    queue = PromptQueue(PromptOrder(first="most_in_time"))
+    for each in (ahead, promised("long", 700, ttft_s=0.8), promised("small", 100, ttft_s=0.5)):
+        queue.add(0.0, each)
+    queue.advance(0.0, TOKEN_S)
+    assert [each.request_id for each in queue.plan(0.0, 0.0, ahead=ahead)] == ["ahead", "small", "long"]
 
 
 def test_a_plan_changes_only_the_order_of_those_that_can_make_it() -> None:
@@ -209,7 +233,7 @@ def planned_at_once(ranked: list[Sequence], order: PromptOrder, now_s: float, to
             kept.sort(key=lambda index: jobs[index][1] > order.quick_s)
             at_s += sum(group[index].uncomputed for index in kept) * token_s * order.caution
             group = [group[index] for index in (*kept, *sorted(left_out))]
-        elif not key[0] and key[2] == 0:  # waited too long
+        elif not key[0] and key[2] == 0:  # interrupted
             at_s += sum(s.uncomputed for s in group) * token_s * order.caution
         plan += group
     return plan
@@ -244,22 +268,16 @@ def test_a_plan_looks_at_what_is_asked_for_and_no_more(monkeypatch: pytest.Monke
     assert len(list(plan)) == 999 and looked == [128, 128]
 
 
-def test_a_plan_can_leave_out_the_rest_of_a_class_but_never_those_that_waited_too_long() -> None:
+def test_a_plan_can_leave_out_the_rest_of_a_class() -> None:
     queue = PromptQueue(PromptOrder(first="most_in_time"))
-    for name, arrived_s, priority in (
-        ("a", 0.0, 0),
-        ("b", 0.0, 0),
-        ("c", 0.0, 1),
-        ("old", -61.0, 1),
-        ("older", -62, 1),
-    ):
+    for name, arrived_s, priority in (("a", 0.0, 0), ("b", 0.0, 0), ("c", 0.0, 1), ("d", -61.0, 1)):
         queue.add(0.0, promised(name, 50, arrived_s=arrived_s, priority=priority, traffic_class="be", ttft_s=0.0))
     queue.advance(0.0, TOKEN_S)
     names = []
     for sequence in (plan := queue.plan(0.0, 0.0)):
         names.append(sequence.request_id)
         plan.skip()
-    assert names == ["a", "older", "old", "c"]
+    assert names == ["a", "d"]
 
 
 @given(PROMPTS, st.lists(ACTS, max_size=40), st.sampled_from(ORDERS))

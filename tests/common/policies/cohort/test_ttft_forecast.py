@@ -129,14 +129,14 @@ def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
     work.refresh(now_s, view, known)
     order = [sequence.request.request_id for sequence in queue]
     ahead = order[: order.index(newcomer)]
-    tokens, _ = work.before(work.rank(now_s, known[newcomer]), 0.0)
+    tokens, _ = work.before(work.rank(now_s, known[newcomer], 0), 0.0)
     assert tokens == sum(known[name].tokens for name in ahead)
     # The same, if they were placed after the report.
     later = PlacedWork(options, own_order=True)
     later.refresh(now_s, worker("b"), known)
     for name in others:
         later.place(now_s, known[name], prompt=True, decode=True, output=10.0)
-    assert later.before(later.rank(now_s, known[newcomer]), 0.0)[0] == tokens
+    assert later.before(later.rank(now_s, known[newcomer], 0), 0.0)[0] == tokens
 
 
 def test_a_report_replaces_what_was_placed_and_a_request_that_never_shows_is_forgotten() -> None:
@@ -159,7 +159,7 @@ def test_what_was_computed_since_the_report_is_no_longer_before_a_newcomer() -> 
     view.stats = report(prompt("x", 2000))
     work.refresh(1.0, view, {})
     newcomer = RequestRecord(Attempt("n", 1), False, 0, 1.0, 50.0, 0.1, 3000, 0, 0.0, 1.0)
-    rank, pace = work.rank(1.1, newcomer), work.pace()
+    rank, pace = work.rank(1.1, newcomer, 0), work.pace()
     before = [work.before(rank, work.done(now_s, pace))[0] for now_s in (1.0, 1.05, 1.1, 9.0)]
     assert before == sorted(before, reverse=True) and before[0] > before[2] > 0 == before[3]
 

@@ -116,7 +116,7 @@ class CohortBatching(IterationScheduler):
         self._ahead: Sequence | None = None
         """Prompt that has waited longest, and goes before all others in this iteration."""
         self._owed_s = 0.0
-        """Share of the time since a prompt has waited too long, less what such prompts took."""
+        """Share of prompts' time since one has waited too long, less what such prompts took."""
         self._arriving = 0
         self._budget = 0
         self._aim_s = 0.0
@@ -158,8 +158,7 @@ class CohortBatching(IterationScheduler):
             if self._rowless and paced:
                 self._row_pace.note(ran.latency_s, self._ended)
             self._ended = 0
-            earned_s = self._options.patience_share * sum(ran.times_s)
-            self._owed_s = min(self._owed_s + earned_s, self._options.longest_step_s)
+            self._earn(ran)
             self._learn(ran, kv)
             self._computed(now_s, ran.plan)
         times = self.table.step_times
@@ -201,6 +200,13 @@ class CohortBatching(IterationScheduler):
             return False
         self._prompts.changed(now_s, sequence)
         return True
+
+    def _earn(self, ran: Ran) -> None:
+        """Add to what is owed to prompts that have waited too long: a share of the time of prompts, or of all time
+        where none was computed."""
+        times, tokens = self.table.step_times, sum([row.count for row in ran.plan.rows if row.count > 1])
+        shared_s = times.token_s * tokens if times is not None and tokens else sum(ran.times_s)
+        self._owed_s = min(self._owed_s + self._options.patience_share * shared_s, self._options.longest_step_s)
 
     def _plan_prompts(self, now_s: float) -> PromptPlan:
         waiting = self._prompts.longest_waiting(now_s)

@@ -77,7 +77,8 @@ class ServiceContext:
     """The surroundings of a service. `stats` and `ready` are the service's to set: they ride in every heartbeat and
     answer /ready, as do `facts`, fixed words about the process, and `warnings`, sentences for the live page.
     `metrics_url` too, by a service that serves its metrics on its own application. `private_registry` has the series
-    that name API keys: the monitor alone gets them, by the `metrics_token` of the heartbeats.
+    that name API keys: the monitor alone gets them, by the `metrics_token` of the heartbeats. `renamed_registry` has
+    what other series say too, under another server's names: all but the monitor get it, so that no sum has it twice.
 
     `drain_s` is the service's own drain time; the hard deadline lies `DRAIN_MARGIN_S` beyond it.
     """
@@ -92,6 +93,7 @@ class ServiceContext:
     registry: CollectorRegistry
     run_dir: Path
     private_registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    renamed_registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     metrics_token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     stats: Callable[[], dict[str, float]] = dict
     facts: Callable[[], dict[str, str]] = dict
@@ -129,7 +131,7 @@ class ServiceContext:
         shown = headers.get(TOKEN_HEADER, "").encode(errors="replace")
         if secrets.compare_digest(shown, self.metrics_token.encode()):
             return exposition(self.registry) + exposition(self.private_registry)
-        return exposition(self.registry)
+        return exposition(self.registry) + exposition(self.renamed_registry)
 
     def endpoint_of(self, name: EndpointName) -> str:
         return endpoint_of(self.config, name, self.run_dir)

@@ -69,6 +69,7 @@ from cohort.services.gateway.resume.resumption import Resumption
 from cohort.services.gateway.show import GatewayShow
 from cohort.services.gateway.text.template_process import TemplateLimits
 from cohort.services.gateway.text.tokenizer import Tokenizer
+from cohort.services.gateway.vllm_names import VllmNames
 
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
@@ -155,6 +156,8 @@ class Gateway:
             ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")
             ends().set_function(lambda: tls.loaded.expires_s)
         context.stats = self._stats
+        names = VllmNames(self._metrics, self.streams.stats, self._machine, config, context.clock, context.model_name)
+        context.renamed_registry.register(names)
 
     def application(self, batches: Batches) -> web.Application:
         gateway = self._config.gateway

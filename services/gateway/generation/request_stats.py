@@ -27,6 +27,9 @@ class RequestStats:
         self.past = PastRequests()
         self.traffic: TrafficReport | None = None
         """Report for the planner; None without one (section `planner`)."""
+        self.looked_up_tokens = self.cached_tokens = self.preemptions = 0
+        """Of requests that had a first token: prompt tokens, those found in a prefix cache, times they were preempted.
+        Workers export the same as metrics; here they are of this gateway's requests (`vllm_names.py`)."""
         self._metrics = metrics
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
@@ -132,6 +135,10 @@ class RequestStats:
             return
         metrics.request_success(traffic_class, finish.value).inc()
         self.recent.ended(finish)
+        if entry.first_times is not None:
+            self.looked_up_tokens += request.prompt_tokens
+            self.cached_tokens += entry.cached_tokens
+            self.preemptions += sum(part.preemptions for part in entry.times.values())
         if entry.best_effort:
             metrics.requests_demoted(traffic_class).inc()
         if finish is FinishReason.CANCELLED:

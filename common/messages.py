@@ -54,6 +54,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
+class PooledStates(msgspec.Struct, frozen=True, array_like=True):
+    """Sum of the final hidden states of `count` prompt positions from `start` on: [hidden], as float32 in
+    little-endian bytes."""
+
+    start: int
+    count: int
+    state: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """Times of a request on a worker, in seconds; the gateway adds its own part and exports the whole. `queue_s`: from
     arrival at the worker until first scheduled. `prefill_s`: from then until its segment's prompt part was computed.
@@ -72,7 +85,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     token when it failed: then `error` says why, and `is_clients` that what the request asks for is the cause, such as a
     grammar beyond its limits). `cached_tokens` prompt positions came from the prefix cache. `times`
     comes with the first token of each worker and with `finish`. `prompt_logprobs` come with the first output token,
-    where asked for: of the prompt's tokens from the second on."""
+    where asked for: of the prompt's tokens from the second on. `pooled` does, too, for an embedding."""
 
     attempt: Attempt
     position: int
@@ -84,6 +97,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     cached_tokens: int = 0
     times: StageTimes | None = None
     prompt_logprobs: list[TokenLogprob] = []
+    pooled: PooledStates | None = None
 
 
 class TokenBatch(_Base, frozen=True):
@@ -399,6 +413,8 @@ class KvHandoff(_Base, frozen=True):
     """Time for which the sender held the computed segment before it could send this message."""
     prompt_logprobs: list[TokenLogprob] = []
     """Log-probabilities of computed prompt tokens from the second on; empty unless the request wants them."""
+    pooled: PooledStates | None = None
+    """States of computed prompt positions, for an embedding by their mean."""
 
 
 class KvAccepted(_Base, frozen=True):

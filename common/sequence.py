@@ -108,6 +108,11 @@ class Sequence:
         return self.request.sampling.prompt_logprobs >= 0 and self.output_tokens == 0
 
     @property
+    def computes_all(self) -> bool:
+        """Whether its prompt is not over yet, and every position of it must be computed."""
+        return self.request.sampling.computes_all and self.output_tokens == 0
+
+    @property
     def target(self) -> int:
         """Positions to compute with the tokens known now."""
         known, end = len(self.tokens), self.end

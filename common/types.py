@@ -97,6 +97,9 @@ class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str = "model"
 
 
+Pooling = Literal["", "last", "mean"]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters of a request. Defaults are OpenAI's. `seed` is always set by the gateway: the random number
     of position t depends only on (seed, t), so a request that moves, is preempted or recovered continues exactly.
@@ -105,7 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     compiles it; "" = none. An answer that begins with the tokens `grammar_opens` (after a prompt that ends with what
     they say: none) reasons first, and is bound behind the first token `grammar_closes`; -1 = from its beginning.
     `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the
-    same for every token of the prompt but the first, which nothing precedes."""
+    same for every token of the prompt but the first, which nothing precedes. `pooling`: what is made of the prompt's
+    final hidden states for an embedding, which comes with the first token; "" = there is none."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -121,9 +125,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
+    pooling: Pooling = ""
     grammar: str = ""
     grammar_opens: tuple[int, ...] = ()
     grammar_closes: int = -1
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every position of the prompt must be computed, none taken from a cache."""
+        return self.prompt_logprobs >= 0 or self.pooling == "mean"
 
 
 class Segment(msgspec.Struct, frozen=True):

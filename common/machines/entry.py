@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cohort.common.messages import LengthFacts, StageTimes, TokenLogprob
+from cohort.common.messages import LengthFacts, PooledStates, StageTimes, TokenLogprob
 from cohort.common.types import Attempt, InstanceId, Prediction, Request, RequestId
 from cohort.common.views import MOST_MOMENTS
 
@@ -46,6 +46,8 @@ class Entry:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt from its second token on, if requested; complete with the first output token."""
+    pooled: PooledStates | None = None
+    """Prompt's final states, for an embedding; complete with the first output token."""
     facts: LengthFacts | None = None
     """Facts for the length predictor; one object for all choices of a prompt."""
     prediction_id: RequestId = ""

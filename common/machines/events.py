@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.common.messages import Message, TokenLogprob
+from cohort.common.messages import Message, PooledStates, TokenLogprob
 from cohort.common.types import Attempt, DraftSource, FinishReason, InstanceId, Request, RequestId, TrafficClass
 
 
@@ -96,6 +96,13 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
     scores: list[TokenLogprob]
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """Final hidden states of prompt positions just computed, summed."""
+
+    attempt: Attempt
+    states: PooledStates
+
+
 class StepEnded(_Event, frozen=True):
     """End of the step in flight. `sampled`: one entry per row that reached its sequence's last known token, in the
     order of the rows; of a row with drafts one for each correct draft and for the token after them. `latency_s`: from
@@ -109,6 +116,7 @@ class StepEnded(_Event, frozen=True):
     drafts: list[Drafted] = []
     drafting_s: float = 0.0
     late: list[Attempt] = []
+    pooled: list[Pooled] = []
 
 
 class StepFailed(_Event, frozen=True):

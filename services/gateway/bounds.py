@@ -13,6 +13,7 @@ from dataclasses import dataclass
 class Bounds:
     # Of one request; beyond: 400. Choices and tools are OpenAI's.
     choices: int = 128  # all its prompts together, half of engine.max_rows by default
+    inputs: int = 2048  # to be embedded, each a request; OpenAI's
     tools: int = 128
     messages: int = 4096
     metadata_keys: int = 64  # taken and left unread

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+from cohort.services.gateway.apis.embeddings_api import EMBEDDINGS_PATH, EmbeddingList, EmbeddingsBody
 from cohort.services.gateway.apis.messages_api import COUNT_TOKENS_PATH, CountedTokens
 from cohort.services.gateway.apis.messages_api_bodies import CountTokensBody, MessagesBody
 from cohort.services.gateway.apis.messages_api_events import Event as MessagesEvent
@@ -201,6 +202,17 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=_GENERATE,
         parameters=(*_KIND_AND_SLO, _RESUME),
         example={**_QUESTION, "max_completion_tokens": 8},
+    ),
+    Operation(
+        "createEmbedding",
+        "post",
+        EMBEDDINGS_PATH,
+        "Embed one or more inputs.",
+        body=EmbeddingsBody,
+        answer=EmbeddingList,
+        errors=_GENERATE,
+        parameters=_KIND_AND_SLO,
+        example={"input": ["The sea is blue.", "Bread is baked."]},
     ),
     Operation(
         "resumeStream",

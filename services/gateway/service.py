@@ -42,6 +42,7 @@ from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.spans import Tracing
 from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId
+from cohort.services.gateway.apis.embeddings_api import EmbeddingsApi
 from cohort.services.gateway.apis.messages_api import MessagesApi
 from cohort.services.gateway.apis.openai_api import OpenAiApi
 from cohort.services.gateway.apis.probes import Probes
@@ -118,6 +119,7 @@ class Gateway:
         host = GatewayContext(context.instance, context.clock, self._metrics, context.log)
         self.generator = Generator(config.gateway, served, host, self.streams, self._owners)
         self._api = OpenAiApi(self.generator)
+        self._embeddings = EmbeddingsApi(self.generator)
         self._messages = MessagesApi(self.generator)
         self._archive = ResponseArchive(config, owner_share=self._owners.share, clock=context.clock)
         self._responses = ResponsesApi(self.generator, self._archive)
@@ -184,7 +186,8 @@ class Gateway:
         application.on_response_prepare.append(self._handover.end_connection)
         application.on_response_prepare.append(self.generator.ignored_fields.name)
         pages = ApiPages(keys=self._keyring.required, model=self._card.name)
-        apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
+        of_openai = (self._api, self._embeddings, self._responses)
+        apis = (*of_openai, self._resumption, self._messages, batches, self._tokens, self._tenants)
         for part in (*apis, self._probes, self._front, self._chat, pages):
             application.add_routes([expecting_later(route) for route in part.routes()])
         return application

@@ -163,7 +163,7 @@ class GenericModel:
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
         extra = {"logits_to_keep": step.sample_index} if self._keeps_logits else {}
-        with attending(RunningStep(step, kv)):
+        with attending(RunningStep(step, kv)), self._keeping_states(step):
             output = self._model(
                 input_ids=step.token_ids.unsqueeze(0),
                 position_ids=step.positions.unsqueeze(0),
@@ -172,6 +172,23 @@ class GenericModel:
             )
         logits: Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[step.sample_index]).float()
+
+    @contextmanager
+    def _keeping_states(self, step: StepInputs) -> Iterator[None]:
+        """Read the states that the decoder hands to its head, within this context, if any are wanted."""
+        index = step.state_index
+        if index is None:
+            yield
+            return
+
+        def keep(_: Any, __: Any, output: Any) -> None:
+            step.states = output.last_hidden_state[0][index]
+
+        hook = self._model.base_model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 def check_structure(model: Any, geometry: ModelGeometry, model_dir: Path, device: torch.device) -> Tensor:

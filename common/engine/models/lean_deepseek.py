@@ -129,6 +129,9 @@ class LeanDeepseek:
         if self._states is not None:
             rms_norm(residual, self._final_norm, g.norm_eps, buffers.normed)
             self._states.index_copy_(0, step.slot_mapping, buffers.normed)
+        if step.state_index is not None:
+            step.states = residual[step.state_index]
+            rms_norm(step.states, self._final_norm, g.norm_eps, step.states)
         last = residual[step.sample_index]
         rms_norm(last, self._final_norm, g.norm_eps, last)
         self.sampled_states = last

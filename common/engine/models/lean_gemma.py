@@ -112,6 +112,9 @@ class LeanGemma:
             layer.down.into(inner, normed)
             layer.mlp_out_norm.into(normed, normed)
             residual.add_(normed)
+        if step.state_index is not None:
+            step.states = residual[step.state_index]
+            self._final_norm.into(step.states, step.states)
         last = residual[step.sample_index]
         self._final_norm.into(last, last)
         self.sampled_states = last

@@ -129,6 +129,9 @@ class LeanGptOss:
                 layer.experts.add_into(normed, normed, residual)
             else:
                 ranks.allreduce_partial(partial(layer.experts.add_into, normed, normed), residual)
+        if step.state_index is not None:
+            step.states = residual[step.state_index]
+            self._final_norm.into(step.states, step.states)
         last = residual[step.sample_index]
         self._final_norm.into(last, last)
         self.sampled_states = last

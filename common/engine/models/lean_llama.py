@@ -104,6 +104,9 @@ class LeanLlama:
         if self._states is not None:
             rms_norm(residual, self._final_norm, self._eps, normed)
             self._states.index_copy_(0, step.slot_mapping, normed)
+        if step.state_index is not None:
+            step.states = residual[step.state_index]
+            rms_norm(step.states, self._final_norm, self._eps, step.states)
         # Only the sampled tokens go on.
         last, logits = normed[:sampled], self._logits[:sampled]
         torch.index_select(residual, 0, step.sample_index, out=last)

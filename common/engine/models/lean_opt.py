@@ -99,13 +99,16 @@ class LeanOpt:
             x = x + layer.fc2(inner)
             if not before:
                 x = layer.mlp_norm(x)
-        x = x[step.sample_index]
+        if step.state_index is not None:
+            step.states = self._final(x[step.state_index])
+        self.sampled_states = x = self._final(x[step.sample_index])
+        return self._lm_head(x).float()
+
+    def _final(self, x: Tensor) -> Tensor:
+        """Return final states of what the last layer left."""
         if self._final_norm is not None:
             x = self._final_norm(x)
-        if self._project_out is not None:
-            x = self._project_out(x)
-        self.sampled_states = x
-        return self._lm_head(x).float()
+        return x if self._project_out is None else self._project_out(x)
 
 
 def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:

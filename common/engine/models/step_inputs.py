@@ -40,6 +40,10 @@ class StepInputs:
     lora: LoraStep | None = None  # what adapters add; None = no row has one
     more: tuple[tuple[Tensor, AttentionMeta], ...] = ()  # slots and rows of the groups of layers after the first
     places: Places | None = None  # None = there is one group
+    state_index: Tensor | None = None
+    """int64 [N] flat index of the tokens whose final states are wanted, beside any logits; None = of none."""
+    states: Tensor | None = None
+    """These states [N, hidden], once the forward has run."""
 
     def of_layer(self, index: int) -> tuple[int, Tensor, AttentionMeta]:
         """Return which layer of its blocks this one is, and the slots and rows of its group."""
@@ -57,7 +61,8 @@ class Model(Protocol):
     """Final hidden states [S, hidden] of the last step's sampled tokens, until the next step; None if not kept."""
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
-        """Write the step's KV into the cache and return float32 logits [S, vocabulary] of the sampled tokens."""
+        """Write the step's KV into the cache and return float32 logits [S, vocabulary] of the sampled tokens.
+        Leave `StepInputs.states`."""
         ...
 
 

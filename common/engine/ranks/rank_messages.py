@@ -20,14 +20,14 @@ import numpy as np
 
 from cohort.common.config import LoggingConfig
 from cohort.common.engine.config.runner_options import RunnerOptions
-from cohort.common.engine.step.batch import GREEDY, ScoringRow, StepBatch
+from cohort.common.engine.step.batch import GREEDY, PoolingRow, ScoringRow, StepBatch
 from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
 from cohort.common.errors import CohortError
 from cohort.common.policies.kv_interface import KvCopy
 
 LENGTH = struct.Struct("<Q")
 _OF_RANK_ZERO = ("sampling", "grammars", "adapters", "numbers")
-_ARRAYS = tuple(each.name for each in fields(StepBatch) if each.name not in (*_OF_RANK_ZERO, "scoring"))
+_ARRAYS = tuple(each.name for each in fields(StepBatch) if each.name not in (*_OF_RANK_ZERO, "scoring", "pooling"))
 
 
 class RankLost(CohortError):
@@ -76,6 +76,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
     arrays: tuple[Named, ...]
     scoring: tuple[ScoringRow, ...]
+    pooling: tuple[PoolingRow, ...] = ()
     taken: StepClass = None
     awaited: int = 0
 
@@ -176,7 +177,7 @@ def step_of(batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> Step
         for name in _ARRAYS
         if (array := getattr(batch, name)) is not None
     )
-    return Step(arrays, batch.scoring, taken, awaited)
+    return Step(arrays, batch.scoring, batch.pooling, taken, awaited)
 
 
 def batch_of(step: Step) -> StepBatch:
@@ -186,4 +187,6 @@ def batch_of(step: Step) -> StepBatch:
     }
     rows, drafts = found["sample_rows"], found.get("drafts")
     sampled = len(rows) + (0 if drafts is None else int(drafts[rows].sum()))
-    return StepBatch(**{"directions": None, **found}, sampling=(GREEDY,) * sampled, scoring=step.scoring)
+    return StepBatch(
+        **{"directions": None, **found}, sampling=(GREEDY,) * sampled, scoring=step.scoring, pooling=step.pooling
+    )

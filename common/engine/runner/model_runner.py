@@ -50,6 +50,7 @@ from cohort.common.engine.ranks.ranks import RankComm, RankSettings
 from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs, trial_batch
 from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.engine.step.pooling import pooled_tokens, sums
 from cohort.common.engine.step.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.step.sampler import sample
 from cohort.common.engine.step.verification import joined, sample_drafted
@@ -245,7 +246,7 @@ class ModelRunner:
         self._prepare_thread()
         steps = self._device_steps
         with torch.inference_mode(), self.stream.use():
-            if steps is not None and not batch.scoring:
+            if steps is not None and not batch.beyond_sampling:
                 steps.follow(batch, taken, awaited)
                 return
             if steps is None:
@@ -261,7 +262,7 @@ class ModelRunner:
         if batch.grammars and self._grammars is not None:
             self._grammars.prepare(batch.grammars, batch.sampling)
         with torch.inference_mode():
-            steps = None if batch.scoring else self._device_steps
+            steps = None if batch.beyond_sampling else self._device_steps
             started = Done(self._execute(batch)) if steps is None else steps.launch(batch, lambda: self._masks(batch))
             if self.drafter is not None:
                 self.drafter.ran(batch)
@@ -344,16 +345,24 @@ class ModelRunner:
             raise InvariantViolated("a step behind another one, of which no tokens are known")
         if (steps := self._device_steps) is not None:
             with steps.stream.use():
-                output = self._execute_and_score(batch, steps.scoring_inputs(batch))
+                output = self._compute(batch, steps.scoring_inputs(batch))
             steps.stream.mark().wait()
             return output
         if self._group is not None:
             self._group.broadcast(batch, None)
         inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
         inputs.lora = self.lora.step(batch, host_put(self.device))
-        if batch.scoring:
-            return self._execute_and_score(batch, inputs)
-        return self._sample(self._forward(inputs), batch)
+        return self._compute(batch, inputs)
+
+    def _compute(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
+        if batch.pooling:
+            inputs.state_index = pooled_tokens(batch.pooling, self.device)
+        scored = bool(batch.scoring)
+        output = self._execute_and_score(batch, inputs) if scored else self._sample(self._forward(inputs), batch)
+        if not batch.pooling:
+            return output
+        assert inputs.states is not None, "a model's forward left no states"
+        return dataclasses.replace(output, pooled=sums(inputs.states, batch.pooling))
 
     @property
     def keeps_states(self) -> LeanLlama | LeanDeepseek | None:

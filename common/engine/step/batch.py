@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.sampling_inputs import GrammarInputs, LogitBias, TokenHistory
+from cohort.common.types import Attempt
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -80,6 +81,16 @@ class ScoringRow:
     top: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingRow:
+    """Request for the sum of final hidden states over `count` tokens of the step, from token `first` on."""
+
+    attempt: Attempt
+    row: int
+    first: int
+    count: int
+
+
 GREEDY = SamplingRow(seed=0, position=0, temperature=0.0)
 
 
@@ -100,6 +111,7 @@ class StepBatch:
     sampling: tuple[SamplingRow, ...]  # one per sample row; one for every token of a sample row with drafts
     padding: Int32Array | None = None  # [R] tokens at a row's end that only fill it up; None = none anywhere
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
+    pooling: tuple[PoolingRow, ...] = ()  # rows whose final hidden states are wanted
     grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
     token_source: Int64Array | None = None
     """[T] for a step queued after another one: index of a token among the other's sampled ones; -1 for known tokens."""
@@ -122,6 +134,11 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def beyond_sampling(self) -> bool:
+        """Whether more is wanted of the forward than logits of sampled tokens: no recorded step computes that."""
+        return bool(self.scoring or self.pooling)
 
     @property
     def num_sampled(self) -> int:
@@ -223,6 +240,11 @@ class StepBatch:
                 for item in self.scoring
                 if first <= item.row < end
             ),
+            pooling=tuple(
+                PoolingRow(item.attempt, item.row - first, item.first - token_first, item.count)
+                for item in self.pooling
+                if first <= item.row < end
+            ),
             grammars=self.grammars,
             adapters=self.adapters[first:end],
             numbers=None if self.numbers is None else self.numbers[first:end],
@@ -242,11 +264,13 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Sampled tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of `StepBatch.scoring`. Of
-    rows with drafts the correct ones, and the token after them."""
+    rows with drafts the correct ones, and the token after them. `pooled`: sums in the order of `StepBatch.pooling`,
+    each [hidden] as float32 in little-endian bytes."""
 
     tokens: Int64Array  # [S], or as many as `counts` says
     logprobs: tuple[TokenLogprobs | None, ...]  # one for each of them
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    pooled: tuple[bytes, ...] = ()
     failures: Mapping[int, str] = field(default_factory=dict)
     """Reasons why a request can have no further token, by the index of the missing one."""
     counts: tuple[int, ...] | None = None

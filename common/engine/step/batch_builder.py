@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.engine.step.batch import SamplingRow, ScoringRow, StepBatch
+from cohort.common.engine.step.batch import PoolingRow, SamplingRow, ScoringRow, StepBatch
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
@@ -40,7 +40,7 @@ class _Standing:
         self.blocks: Seq[int] | None = None
         """List of the allocator whose first `length` entries are in the table."""
         self.length = 0
-        self.scored = params.prompt_logprobs >= 0
+        self.beyond_sampling = params.prompt_logprobs >= 0 or params.pooling != ""
         self.banned_before = sequence.request.prompt_tokens + params.min_tokens if params.stop_token_ids else 0
         """Position from which end tokens are no longer banned."""
         self.adapter = sequence.request.adapter
@@ -97,7 +97,7 @@ class BatchBuilder:
         self._rows: list[_Standing] = []
         self._slots: Int64s = np.zeros(0, dtype=np.int64)
         self._starts: Int64s | None = None
-        self._scores = self._bound = False
+        self._beyond_sampling = self._bound = False
         self._adapters: tuple[str, ...] = ()
         """Adapters of these rows; empty if none has one."""
         self._always: tuple[SamplingRow, ...] | None = None
@@ -183,8 +183,9 @@ class BatchBuilder:
                     if row.sequence.scores_prompt and row.start < row.sequence.request.prompt_tokens
                 ]
             )
-            if self._scores
+            if self._beyond_sampling
             else (),
+            pooling=_pooling(rows, query_start) if self._beyond_sampling else (),
             grammars=tuple([each.grammar for each in self._rows if each.grammar is not None]) if self._bound else (),
             token_source=None if sources is None or not bool((sources >= 0).any()) else np.repeat(sources, counts),
             adapters=self._adapters,
@@ -279,7 +280,7 @@ class BatchBuilder:
                 found = standing[sequence] = _Standing(self._free.pop(), sequence, next(self._numbers))
             rows.append(found)
         self._sequences, self._rows = sequences, rows
-        self._scores, self._always = any([each.scored for each in rows]), None
+        self._beyond_sampling, self._always = any([each.beyond_sampling for each in rows]), None
         self._bound = any([each.grammar is not None for each in rows])
         adapters = tuple([each.adapter for each in rows])
         self._adapters = adapters if any(adapters) else ()
@@ -320,6 +321,18 @@ def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None, proposals: S
         if padding is not None:
             token_ids.extend([row.sequence.tokens[row.start + row.count - 1]] * int(padding[index]))
     return np.array(token_ids, dtype=np.int64)
+
+
+def _pooling(rows: list[Row], query_start: npt.NDArray[np.int32]) -> tuple[PoolingRow, ...]:
+    """Return all tokens of rows whose prompt is pooled by its mean; of others the prompt's last one, if it is here."""
+    found = []
+    for index, row in enumerate(rows):
+        request, first = row.sequence.request, int(query_start[index])
+        if request.sampling.pooling == "mean":
+            found.append(PoolingRow(request.attempt, index, first, row.count))
+        elif request.sampling.pooling and row.start + row.count == request.prompt_tokens:
+            found.append(PoolingRow(request.attempt, index, first + row.count - 1, 1))
+    return tuple(found)
 
 
 def _scoring(index: int, row: Row, first: int) -> ScoringRow:

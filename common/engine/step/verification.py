@@ -72,7 +72,7 @@ def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
         counts.append(count)
         place += len(drafted) + 1
     tokens, logprobs = output.tokens[accepted], tuple([output.logprobs[index] for index in accepted])
-    return StepOutput(tokens, logprobs, output.scores, failures, tuple(counts))
+    return StepOutput(tokens, logprobs, output.scores, output.pooled, failures, tuple(counts))
 
 
 def joined(first: StepOutput, second: StepOutput) -> StepOutput:
@@ -83,6 +83,7 @@ def joined(first: StepOutput, second: StepOutput) -> StepOutput:
         tokens=np.concatenate([first.tokens, second.tokens]),
         logprobs=first.logprobs + second.logprobs,
         scores=first.scores + second.scores,
+        pooled=first.pooled + second.pooled,
         failures={**first.failures, **{len(first.tokens) + index: why for index, why in second.failures.items()}},
         counts=counts,
         late=frozenset() if counts else first.late | {len(first.tokens) + index for index in second.late},

@@ -54,6 +54,7 @@ from cohort.common.machines.events import (
     LinkAddresses,
     LinkMeasured,
     PlanAhead,
+    Pooled,
     PromptScores,
     Received,
     ReportDue,
@@ -74,6 +75,7 @@ from cohort.common.machines.worker.worker_view import blocks_of, drafts_of, iter
 from cohort.common.messages import (
     Look,
     Message,
+    PooledStates,
     PromptState,
     SegmentEnded,
     TokenLogprob,
@@ -382,6 +384,7 @@ class WorkerLoop:
                 judged,
                 step.drafting_s,
                 [each.key for each in late],
+                pooled_of(step.batch, output),
             )
         )
         if self._drafting is not None and self._ended_count != self._cleaned_up_count:
@@ -501,6 +504,16 @@ def prompt_logprobs_of(plan: IterationPlan, batch: StepBatch, output: StepOutput
     return [
         PromptScores(plan.rows[scoring.row].sequence.key, plan.rows[scoring.row].start, [_to_wire(s) for s in scores])
         for scoring, scores in zip(batch.scoring, output.scores, strict=True)
+    ]
+
+
+def pooled_of(batch: StepBatch, output: StepOutput | None) -> list[Pooled]:
+    """Return the summed states of the rows that are pooled."""
+    if output is None or not batch.pooling:
+        return []
+    return [
+        Pooled(row.attempt, PooledStates(int(batch.positions[row.first]), row.count, state))
+        for row, state in zip(batch.pooling, output.pooled, strict=True)
     ]
 
 

@@ -323,6 +323,10 @@ class GatewayMachine:
         for first in range(0, len(entries), offer.choices_per_prompt):
             choices = entries[first : first + offer.choices_per_prompt]
             request = choices[0].request
+            if request.sampling.pooling:  # nothing is to be predicted or learned
+                assert request.prediction is not None, f"{request.attempt} is pooled and its length unknown"
+                self._submit(now_s, choices)
+                continue
             facts = LengthFacts(
                 tokens=request.tokens,
                 chat=offer.chat,

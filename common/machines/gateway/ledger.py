@@ -230,6 +230,12 @@ class Ledger:
             if len(entry.prompt_logprobs) != entry.request.prompt_tokens - 1:
                 content = f"{len(entry.prompt_logprobs)} log-probabilities for a prompt of"
                 return self._broken(entry, f"{sender} sent {content} {entry.request.prompt_tokens} tokens")
+        if entry.request.sampling.pooling and not entry.output and tokens:
+            entry.pooled, last = update.pooled, entry.request.prompt_tokens - 1
+            start = 0 if entry.request.sampling.pooling == "mean" else last
+            if entry.pooled is None or (entry.pooled.start, entry.pooled.end) != (start, last + 1):
+                span = "none" if entry.pooled is None else f"those of {entry.pooled.start} to {entry.pooled.end}"
+                return self._broken(entry, f"{sender} sent {span} as states of positions {start} to {last + 1}")
         headroom = entry.request.sampling.max_tokens - len(entry.output)
         tokens, logprobs = tokens[:headroom], logprobs[:headroom]
         if tokens:

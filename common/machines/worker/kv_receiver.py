@@ -277,6 +277,7 @@ class KvReceiver:
         held = state.held[sequence.key]
         held.logprobs = list(handoff.logprobs)
         held.prompt_logprobs = list(handoff.prompt_logprobs)
+        held.states = handoff.pooled
         sequence.transfer_s = handoff.exposed_s + (now_s - incoming.handoff_at_s)
         del self._incoming[sequence.key]
         del self._by_lease[incoming.lease_id]

@@ -353,5 +353,6 @@ class KvSender:
             held.logprobs,
             exposed_s,
             held.prompt_logprobs,
+            held.states,
         )
         self._state.effects.append(Send(outgoing.peer, message))

@@ -121,8 +121,8 @@ class AheadPlanner:
                 continue
             if (known := sequence.target - following) > 0:  # the step in flight samples no token of it
                 # Sampled tokens are taken by their rows' places, which a row of one token without one would shift; and
-                # what a scored prompt computes next is no matter of counts.
-                if row.count == 1 or sequence.scores_prompt:
+                # what a scored prompt computes next is no matter of counts. A step that pools wants its tokens known.
+                if row.count == 1 or sequence.scores_prompt or sequence.request.sampling.pooling:
                     return "prompts", 0
                 (ending if known == 1 else prompts).append(Row(sequence, following, known))
             else:

@@ -12,6 +12,8 @@ the scheduler. Messages that are not for a worker are refused by the host; here 
 
 from __future__ import annotations
 
+import operator
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
@@ -27,6 +29,7 @@ from cohort.common.machines.events import (
     LinkAddresses,
     LinkMeasured,
     PlanAhead,
+    Pooled,
     PromptScores,
     Received,
     ReportDue,
@@ -59,6 +62,7 @@ from cohort.common.messages import (
     KvOffer,
     KvRenew,
     ManagerHello,
+    PooledStates,
     PrefetchKv,
     Registered,
     RevisePrediction,
@@ -384,6 +388,8 @@ class WorkerMachine:
         """Take the results of the step in flight: `sampled` has one entry per row that reached the last known token."""
         for scores in event.scores:
             self._scored(scores)
+        for pooled in event.pooled:
+            self._pooled(pooled)
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
         held_of = self._held
         assert plan.rows or not event.sampled, f"a step without rows sampled {event.sampled}"
@@ -433,6 +439,18 @@ class WorkerMachine:
         held = self._held.get(scores.attempt)
         if held is not None:
             held.prompt_logprobs[scores.position :] = scores.scores
+
+    def _pooled(self, pooled: Pooled) -> None:
+        """Add states to those before them, unless these positions are computed again from the first on."""
+        held, states = self._held.get(pooled.attempt), pooled.states
+        if held is None:
+            return
+        before = held.states
+        if before is not None and states.start:
+            assert before.end == states.start, f"{pooled.attempt}: states from {states.start} on follow {before.end}"
+            total = array("f", map(operator.add, array("f", before.state), array("f", states.state)))
+            states = PooledStates(before.start, before.count + states.count, total.tobytes())
+        held.states = states
 
     def _step_failed(self, now_s: float, reason: str) -> None:
         """Give a failed step's requests back to be placed again; the worker lives on."""
@@ -575,6 +593,7 @@ class TokenUpdates:
                 cached_tokens=sequence.cached_tokens,
                 times=times if before is None or times is not None else before.times,
                 prompt_logprobs=held.prompt_logprobs if start == request.prompt_tokens else [],
+                pooled=held.states,
             )
         )
         return finish

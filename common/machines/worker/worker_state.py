@@ -11,7 +11,7 @@ import msgspec
 
 from cohort.common.config import Config, SpeculationConfig
 from cohort.common.machines.effects import WorkerEffect
-from cohort.common.messages import StartSegment, TokenLogprob
+from cohort.common.messages import PooledStates, StartSegment, TokenLogprob
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import TransferSettings, settings_of
@@ -92,6 +92,8 @@ class Held:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of this attempt's output tokens, if requested: they move with the request."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    states: PooledStates | None = None
+    """Sum of computed positions' final states, for an embedding: it moves with the request."""
     aborting: bool = False
     """Whether it ended while its rows are computed: it is dropped when the step ends."""
     parked_s: float = 0.0

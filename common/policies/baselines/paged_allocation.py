@@ -380,4 +380,4 @@ class PagedAllocator(KvAllocator):
 def _most_cached(sequence: Sequence) -> int:
     """Return the positions that may come from the cache. At least one must be computed, or there are no logits to
     sample from; all, if all are wanted."""
-    return 0 if sequence.scores_prompt else sequence.target - 1
+    return 0 if sequence.computes_all else sequence.target - 1

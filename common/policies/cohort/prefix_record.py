@@ -70,7 +70,7 @@ class PrefixRecord:
         """Return the tokens of this prompt in each worker's cache; unnamed workers have none."""
         found: Cached = {}
         request = chain.request
-        if request.sampling.prompt_logprobs >= 0:  # every position is computed
+        if request.sampling.computes_all:
             return found
         start = 0
         for index, end in enumerate(chain.ends):

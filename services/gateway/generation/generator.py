@@ -167,7 +167,7 @@ class Generator:
         self.parser = RequestParser(config, served)
         self.bodies = RequestBodies(config)
         self.ignored_fields = IgnoredFields(context.log)
-        self.budget = RequestBudget(config, served.tokenizer.least_tokens)
+        self.budget = RequestBudget(config, served.tokenizer.least_tokens, served.card.embedding.width)
         self._tokenizer = tokenizer = served.tokenizer
         self._text = TokenText(tokenizer)
         self._grammars = GrammarCompiler(tokenizer.to_json(), served.card.eos_token_ids)

@@ -26,7 +26,7 @@ import msgspec
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import TOO_LONG, RequestError, busy
-from cohort.common.types import Attempt, InstanceId, Request
+from cohort.common.types import Attempt, InstanceId, Prediction, Request
 from cohort.services.gateway import bounds
 from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import Call
@@ -38,6 +38,9 @@ _RETRY_AFTER_S = 1.0
 CHOICE_UNITS = 64
 # It travels with every choice, and a worker compiles it; its masks cost less than the tokens they are for.
 _GRAMMAR_CHARACTERS_PER_UNIT = 16
+# Of an embedding: some 25 bytes each, as states and as text.
+_NUMBERS_PER_UNIT = 4
+_ONE_TOKEN = Prediction(1.0, 1.0, 1.0, 1.0)
 
 
 def prepare(
@@ -60,12 +63,12 @@ def prepare(
         stop_ids.update(card.eos_token_ids)
     # Built once; every choice refers to the same biases, stop tokens and prompt.
     sampling = msgspec.structs.replace(call.sampling, stop_token_ids=tuple(sorted(stop_ids)))
-    total = len(prompts) * call.n
+    total, pools = len(prompts) * call.n, sampling.pooling != ""
     requests: list[Request] = []
     for prompt, max_tokens in zip(prompts, token_limits, strict=True):
         for choice in range(call.n):
             # Its first choice scores a prompt, for all of them: while it is computed, which ends with a token, wanted
-            # or not.
+            # or not. So does an embedding's.
             scores = call.scores_prompt and choice == 0
             index = len(requests)
             requests.append(
@@ -76,7 +79,7 @@ def prepare(
                     prompt_tokens=len(prompt),
                     sampling=msgspec.structs.replace(
                         sampling,
-                        max_tokens=max(1, max_tokens) if scores else max_tokens,
+                        max_tokens=max(1, max_tokens) if scores or pools else max_tokens,
                         prompt_logprobs=call.prompt_scores if scores else -1,
                         seed=derived_seed(seed, index),
                     ),
@@ -88,6 +91,7 @@ def prepare(
                     if_late=call.if_late,
                     adapter=call.adapter,
                     choices=total,
+                    prediction=_ONE_TOKEN if pools else None,
                 )
             )
     return requests
@@ -115,7 +119,7 @@ def _output_limit(call: Call, prompt_tokens: int, default_limit: int, max_model_
     if not prompt_tokens:
         raise RequestError("The prompt is empty: it has no tokens.", param=param)
     headroom = max_model_len - prompt_tokens
-    if headroom < (0 if call.max_tokens == 0 else 1):
+    if headroom < (0 if call.max_tokens == 0 and not call.sampling.pooling else 1):
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt alone has "
             f"{prompt_tokens} tokens.",
@@ -173,8 +177,9 @@ class Reservation:
 
 
 class RequestBudget:
-    def __init__(self, config: GatewayConfig, least_tokens: Callable[[str], int]) -> None:
-        """`least_tokens`: a lower bound on a text's tokens."""
+    def __init__(self, config: GatewayConfig, least_tokens: Callable[[str], int], vector_width: int = 0) -> None:
+        """`least_tokens`: a lower bound on a text's tokens. `vector_width`: numbers of an embedding."""
+        self._vector_width = vector_width
         self._config = config
         self._most = config.own_open_work
         self._least_in = least_tokens
@@ -186,7 +191,8 @@ class RequestBudget:
 
     def check(self, call: Call) -> None:
         """Refuse before tokenising what no number of tokens makes right, by a `RequestError`."""
-        if call.choices > (most := bounds.BOUNDS.choices):
+        pools = call.sampling.pooling != ""
+        if call.choices > (most := bounds.BOUNDS.inputs if pools else bounds.BOUNDS.choices):
             prompts = len(call.prompts)
             what = f"{prompts} prompts × n {call.n}" if prompts > 1 else f"n {call.n}"
             raise RequestError(
@@ -230,13 +236,16 @@ class RequestBudget:
         return Price(
             choices=call.choices * CHOICE_UNITS,
             prompt=call.n * tokens,
-            answer=call.n * sum(max_tokens) * (1 + scores),
+            answer=call.n * sum(max_tokens) * (1 + scores) + call.choices * self._vector_units(call),
             echo=call.n * tokens * (2 + call.prompt_scores) if call.scores_prompt else 0,
             biases=call.choices * len(call.sampling.logit_bias),
             stops=call.choices * len(call.stop_token_ids) + sum(map(len, call.stop_strings)),
             grammar=call.choices * len(call.sampling.grammar) // _GRAMMAR_CHARACTERS_PER_UNIT,
             plain=CHOICE_UNITS + prompt_tokens[0] + max_tokens[0],
         )
+
+    def _vector_units(self, call: Call) -> int:
+        return -(-self._vector_width // _NUMBERS_PER_UNIT) if call.sampling.pooling else 0
 
     def _refuse_too_much(self, call: Call, price: Price) -> None:
         most = self._config.max_request_work

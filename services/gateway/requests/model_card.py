@@ -15,6 +15,7 @@ from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.json_files import read_json_object
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
+from cohort.services.gateway.requests.embedding_form import NO_EMBEDDINGS, EmbeddingForm, read_embedding_form
 from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.text.tokenizer import Tokenizer
 
@@ -63,6 +64,7 @@ class ModelCard:
     sampling: SamplingDefaults = SamplingDefaults()
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """Folders of LoRA adapters by the names that clients use."""
+    embedding: EmbeddingForm = NO_EMBEDDINGS
 
     @property
     def names(self) -> frozenset[str]:
@@ -131,8 +133,17 @@ def read_model_card(config: ModelConfig) -> ModelCard:
         vocab_size=vocab_size,
         eos_token_ids=_end_tokens(path, text),
         sampling=_sampling_defaults(path) if config.sampling_defaults == "model" else SamplingDefaults(),
+        embedding=_embedding(path, text),
         adapters={adapter: Path(folder).expanduser().resolve() for adapter, folder in config.lora.items()},
     )
+
+
+def _embedding(path: Path, settings: dict[str, Any]) -> EmbeddingForm:
+    # OPT-350m's last states are narrower than its layers.
+    width = settings.get("word_embed_proj_dim", settings.get("hidden_size", settings.get("n_embd")))
+    if not isinstance(width, int):
+        return NO_EMBEDDINGS
+    return read_embedding_form(path, width)
 
 
 def _sampling_defaults(path: Path) -> SamplingDefaults:

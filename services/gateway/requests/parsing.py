@@ -172,7 +172,7 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
     own = _Own(
         chat=False,
-        prompts=_prompts(body, config, card),
+        prompts=read_prompts(body.prompt, config, card),
         max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
         logprobs=-1 if body.logprobs is None else body.logprobs,
         echo=bool(body.echo),
@@ -348,7 +348,7 @@ def _call(
     if prompt_logprobs >= 0 and own.echo and own.logprobs >= 0:
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
-    traffic_class, slo, online = _class_and_slo(wishes, headers, config)
+    traffic_class, slo, online = class_and_slo(wishes, headers, config)
     wanted = _grammar_spec(body, own)
     return Call(
         chat=own.chat,
@@ -372,7 +372,7 @@ def _call(
         slo=slo,
         priority=body.priority or 0,
         online=online,
-        if_late=_if_late_of(wishes, headers, slo),
+        if_late=if_late_of(wishes, headers, slo),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -441,9 +441,10 @@ def _max_tokens(old_name: int | None, new_name: int | None) -> int | None:
     return old_name if new_name is None else new_name
 
 
-def _prompts(body: CompletionBody, config: GatewayConfig, card: ModelCard) -> tuple[str | list[int], ...]:
+def read_prompts(field: msgspec.Raw, config: GatewayConfig, card: ModelCard) -> tuple[str | list[int], ...]:
+    """Return the prompts of a completion or the inputs of embeddings. Raises `RequestError`."""
     try:
-        return prompts(bytes(body.prompt), config, card)
+        return prompts(bytes(field), config, card)
     except (msgspec.DecodeError, UnicodeError) as error:
         raise _no_json(error) from error
 
@@ -452,7 +453,7 @@ def _no_json(error: Exception) -> RequestError:
     return RequestError(f"The body is not valid JSON: {error}")
 
 
-def _class_and_slo(
+def class_and_slo(
     options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
 ) -> tuple[TrafficClass, Slo, bool]:
     """Return class and SLO; headers override the body, as proxies set them. Admission adds default targets."""
@@ -478,7 +479,7 @@ def _class_and_slo(
     return traffic_class, slo, options.online is not False
 
 
-def _if_late_of(options: CohortOptions, headers: Mapping[str, str], slo: Slo) -> IfLate:
+def if_late_of(options: CohortOptions, headers: Mapping[str, str], slo: Slo) -> IfLate:
     """Return `if_late`. A client with a TTFT SLO and no choice gets an error at once rather than a late answer."""
     named = headers.get(IF_LATE_HEADER)
     if named is None:

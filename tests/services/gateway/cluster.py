@@ -7,6 +7,7 @@ repeated or recovered must show exactly the same text.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from cohort.common.messages import (
     ObserveLength,
     Outstanding,
     Placed,
+    PooledStates,
     Predicted,
     PredictLength,
     RevisePrediction,
@@ -34,6 +36,7 @@ from cohort.common.messages import (
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Attempt, EngineFacts, FinishReason, Prediction, Request
 
+WIDTH = 8
 Script = Callable[[Request], list[int]]
 Gate = Callable[[], Awaitable[object]]
 LOAD = ClusterLoad(
@@ -179,6 +182,7 @@ class Worker:
                         cached_tokens=1 if first else 0,
                         times=StageTimes(self.name, queue_s=0.001, prefill_s=0.002) if first else None,
                         prompt_logprobs=prompt_scores(request) if first else [],
+                        pooled=pooled(request),
                     )
                 ]
             )
@@ -207,6 +211,25 @@ def prompt_scores(request: Request) -> list[TokenLogprob]:
         TokenLogprob(-0.5 - index, [(token + step) % 300 for step in range(count)], [-0.5 - index] * count)
         for index, token in enumerate(request.tokens[1 : request.prompt_tokens])
     ]
+
+
+def state_of(token: int) -> list[float]:
+    """The final hidden state of a position: eight numbers of its token alone."""
+    return [float(token * (place + 1) % 7) for place in range(WIDTH)]
+
+
+def pooled(request: Request) -> PooledStates | None:
+    """The sum of the states that the request wants."""
+    match request.sampling.pooling:
+        case "":
+            return None
+        case "last":
+            start = request.prompt_tokens - 1
+        case "mean":
+            start = 0
+    tokens = request.tokens[start : request.prompt_tokens]
+    sums = [sum(numbers) for numbers in zip(*map(state_of, tokens), strict=True)]
+    return PooledStates(start, len(tokens), array("f", sums).tobytes())
 
 
 @dataclass

@@ -98,6 +98,7 @@ def test_the_walk_goes_through_unions_lists_and_maps() -> None:
 # -- Each bound, at it and beyond it -------------------------------------------------------------------------------
 
 TEXT, CHAT, ANSWER, MESSAGE = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+EMBED = "/v1/embeddings"
 FILES, ITEMS, BATCHES = "/v1/files", f"{ANSWER}/x/input_items", "/v1/batches"
 ASKED = {"role": "user", "content": "a"}
 WHOLE: dict[str, dict[str, Any]] = {
@@ -198,6 +199,8 @@ CASES = [
     Case("choices", TEXT, "n", int, BOUNDS.choices),
     Case("choices", TEXT, "best_of", int, BOUNDS.choices),
     Case("choices", TEXT, "prompt", texts, 4, limits={"choices": 4}),
+    Case("embeddings", EMBED, "input", texts, 4, limits={"inputs": 4}),
+    Case("embeddings", EMBED, "input", ids, 234, **WORK),
     Case("scores", TEXT, "logprobs", int, MAX_LOGPROBS),
     Case(
         "scores",

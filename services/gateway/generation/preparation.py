@@ -149,6 +149,7 @@ class Price:
     prompt: int
     answer: int
     echo: int
+    vectors: int
     biases: int
     stops: int
     grammar: int
@@ -156,7 +157,8 @@ class Price:
 
     @property
     def total(self) -> int:
-        return self.choices + self.prompt + self.answer + self.echo + self.biases + self.stops + self.grammar
+        of_answers = self.answer + self.echo + self.vectors
+        return self.choices + self.prompt + of_answers + self.biases + self.stops + self.grammar
 
     @property
     def beyond_plain(self) -> int:
@@ -236,16 +238,14 @@ class RequestBudget:
         return Price(
             choices=call.choices * CHOICE_UNITS,
             prompt=call.n * tokens,
-            answer=call.n * sum(max_tokens) * (1 + scores) + call.choices * self._vector_units(call),
+            answer=call.n * sum(max_tokens) * (1 + scores),
+            vectors=call.choices * -(-self._vector_width // _NUMBERS_PER_UNIT) if call.sampling.pooling else 0,
             echo=call.n * tokens * (2 + call.prompt_scores) if call.scores_prompt else 0,
             biases=call.choices * len(call.sampling.logit_bias),
             stops=call.choices * len(call.stop_token_ids) + sum(map(len, call.stop_strings)),
             grammar=call.choices * len(call.sampling.grammar) // _GRAMMAR_CHARACTERS_PER_UNIT,
             plain=CHOICE_UNITS + prompt_tokens[0] + max_tokens[0],
         )
-
-    def _vector_units(self, call: Call) -> int:
-        return -(-self._vector_width // _NUMBERS_PER_UNIT) if call.sampling.pooling else 0
 
     def _refuse_too_much(self, call: Call, price: Price) -> None:
         most = self._config.max_request_work
@@ -283,6 +283,7 @@ def _parts(call: Call, price: Price) -> dict[str, tuple[int, str, str]]:
             f"n {call.n} × {prompts} tokens × (2 + {call.prompt_scores} log-probabilities)",
             "n" if call.n > 1 else "logprobs" if call.scores_echo else "prompt_logprobs",
         ),
+        "the embeddings": (price.vectors, f"the numbers of {call.choices} embeddings / {_NUMBERS_PER_UNIT}", "prompt"),
         "logit_bias": (price.biases, f"{call.choices} choices × {len(call.sampling.logit_bias)} biases", "logit_bias"),
         "the grammar": (
             price.grammar,

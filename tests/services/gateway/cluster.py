@@ -35,8 +35,8 @@ from cohort.common.messages import (
 )
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Attempt, EngineFacts, FinishReason, Prediction, Request
+from tests.services.gateway.tiny_model import WIDTH
 
-WIDTH = 8
 Script = Callable[[Request], list[int]]
 Gate = Callable[[], Awaitable[object]]
 LOAD = ClusterLoad(

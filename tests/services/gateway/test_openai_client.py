@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
+from tests.services.gateway.cluster import state_of
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site
 
 
@@ -53,6 +54,21 @@ async def test_completions_stream_and_not(client: openai.AsyncOpenAI) -> None:
     assert [choice.text for choice in answer.choices] == [ANSWER, ANSWER]
     stream = await client.completions.create(model="tiny", prompt=[5, 6], max_tokens=100, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == ANSWER
+
+
+async def test_embeddings(keyed: Site, client: openai.AsyncOpenAI) -> None:
+    """Without a format the package asks for base64, and reads it."""
+    by_text = await client.embeddings.create(model="tiny", input=["The fox", "Köln"])
+    as_floats = await client.embeddings.create(model="tiny", input=["The fox", "Köln"], encoding_format="float")
+    assert [each.embedding for each in by_text.data] == [each.embedding for each in as_floats.data]
+    last = keyed.manager.submitted[1].tokens[-1]
+    assert by_text.data[1].index == 1 and by_text.data[1].embedding == state_of(last)
+    by_ids = await client.embeddings.create(model="tiny", input=[5, 6, last], dimensions=3)
+    assert by_ids.data[0].embedding == state_of(last)[:3]
+    assert (by_ids.usage.prompt_tokens, by_ids.usage.total_tokens) == (3, 3)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.embeddings.create(model="tiny", input="x", dimensions=9)
+    assert caught.value.param == "dimensions"
 
 
 async def test_responses_whole_streamed_and_gone_on_with(client: openai.AsyncOpenAI) -> None:

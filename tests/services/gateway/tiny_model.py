@@ -11,6 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 EOS = "<|end|>"
 BOS = "<|start|>"
 CONTEXT = 512
+WIDTH = 8
+"""Numbers of a hidden state."""
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. 0123456789",
@@ -120,6 +122,7 @@ def write_model(
                 "model_type": "llama",
                 "max_position_embeddings": context,
                 "vocab_size": tokenizer.get_vocab_size(),
+                "hidden_size": WIDTH,
                 "eos_token_id": tokenizer.token_to_id(EOS),
             }
         )

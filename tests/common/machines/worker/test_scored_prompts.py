@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 
 import msgspec
 import pytest
 
 from cohort.common.config import CONFIGS_DIR, Config, load_config
-from cohort.common.machines.events import PromptScores, Received, Sampled, StepEnded
+from cohort.common.machines.events import Pooled, PromptScores, Received, Sampled, StepEnded
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
-from cohort.common.messages import Cancel, StartSegment, TokenBatch, TokenLogprob
+from cohort.common.messages import Cancel, PooledStates, StartSegment, TokenBatch, TokenLogprob
 from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
-from cohort.common.types import Attempt, KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
+from cohort.common.types import Attempt, KvGeometry, Pooling, Request, Role, SamplingParams, Segment, WorkerCapacity
 
 SLICE = 32
 PRESETS = sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))
 
 
-def segment(name: str, prompt: int, *, max_tokens: int, prompt_logprobs: int) -> StartSegment:
-    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+def segment(
+    name: str, prompt: int, *, max_tokens: int, prompt_logprobs: int = -1, pooling: Pooling = ""
+) -> StartSegment:
+    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, pooling=pooling)
     request = Request(Attempt(name, 0), "gateway", [5] * prompt, prompt, sampling, 0.0)
     return StartSegment(request, [Segment(0, None, "w")], 0, "ipc://gateway")
 
 
-def worker_of(config: Config) -> WorkerMachine:
+def worker_of(config: Config, blocks: int) -> WorkerMachine:
     geometry = KvGeometry(1, 1, 8, 2, 16)
-    capacity = WorkerCapacity(Role.UNIFIED, "m", 2048, 1, 1, 8, 2, 16, 1024, 0, 64, 512)
+    capacity = WorkerCapacity(Role.UNIFIED, "m", 2048, 1, 1, 8, 2, 16, blocks, 0, 64, 512)
     return WorkerMachine(
         WorkerSetup(
             "w",
@@ -40,21 +43,27 @@ def worker_of(config: Config) -> WorkerMachine:
             msgspec.structs.replace(WorkerSettings.of(config, ()), scored_step_tokens=SLICE),
         ),
         compose.iteration(config),
-        compose.allocation(config, geometry, 1024, 0),
+        compose.allocation(config, geometry, blocks, 0),
         Random(0),
     )
+
+
+def states(start: int, count: int) -> PooledStates:
+    """The states of these positions: each a one, and its number."""
+    return PooledStates(start, count, array("f", [count, sum(range(start, start + count))]).tobytes())
 
 
 class Run:
     """A worker whose every step takes 10 ms, and what its gateway was told."""
 
-    def __init__(self, preset: str) -> None:
-        options = {"max_step_tokens": 512, "prefill_chunk": 512, "max_rows": 64}
-        self.machine = worker_of(load_config(preset=preset, overrides={"engine": options}))
+    def __init__(self, preset: str, *, chunk: int = 512, blocks: int = 1024) -> None:
+        options = {"max_step_tokens": 512, "prefill_chunk": chunk, "max_rows": 64}
+        self.machine = worker_of(load_config(preset=preset, overrides={"engine": options}), blocks)
         self.now_s = 0.0
         self.scored_per_step: list[int] = []
         self.tokens: dict[str, int] = {}
         self.scores: dict[str, list[TokenLogprob]] = {}
+        self.pooled: dict[str, PooledStates | None] = {}
 
     def begin(self, *segments: StartSegment) -> None:
         self._keep(self.machine.handle(self.now_s, *(Received("manager", each) for each in segments)))
@@ -62,7 +71,7 @@ class Run:
     def step(self) -> IterationPlan:
         plan = self.machine.plan_in_flight
         self.now_s += 0.01
-        sampled, scores, scored = [], [], 0
+        sampled, scores, scored, pooled = [], [], 0, []
         for row in plan.rows:
             sequence = row.sequence
             if sequence.scores_prompt:
@@ -70,10 +79,14 @@ class Run:
                 end = min(row.start + row.count, sequence.request.prompt_tokens - 1)
                 found = [TokenLogprob(float(position)) for position in range(row.start, end)]
                 scores.append(PromptScores(sequence.key, row.start, found))
+            if sequence.request.sampling.pooling == "mean":
+                pooled.append(Pooled(sequence.key, states(row.start, row.count)))
+            elif sequence.request.sampling.pooling and row.start + row.count == sequence.known:
+                pooled.append(Pooled(sequence.key, states(sequence.known - 1, 1)))
             if row.start + row.count == sequence.known:
                 sampled.append(Sampled(sequence.key, 7, None))
         self.scored_per_step.append(scored)
-        self._keep(self.machine.handle(self.now_s, StepEnded(sampled, 0.01, scores)))
+        self._keep(self.machine.handle(self.now_s, StepEnded(sampled, 0.01, scores, pooled=pooled)))
         self.machine.check()
         return plan
 
@@ -85,6 +98,7 @@ class Run:
                     name = update.attempt.request_id
                     self.tokens[name] = self.tokens.get(name, 0) + len(update.tokens)
                     self.scores[name] = [*self.scores.get(name, []), *update.prompt_logprobs]
+                    self.pooled[name] = update.pooled
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -150,3 +164,35 @@ def test_computed_again_it_is_no_scored_prompt() -> None:
     sequence.tokens.append(7)
     sequence.computed = 0
     assert sequence.uncomputed == 201
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_states_of_a_prompt_are_summed_under_every_scheduler(preset: str) -> None:
+    """In chunks, beside a plain request: each position once."""
+    run = Run(preset, chunk=48)
+    run.begin(
+        segment("plain", 100, max_tokens=20),
+        segment("mean", 300, max_tokens=1, pooling="mean"),
+        segment("last", 90, max_tokens=1, pooling="last"),
+    )
+    for _ in range(400):
+        if run.machine.state.in_flight is None:
+            break
+        run.step()
+    assert run.tokens == {"plain": 20, "mean": 1, "last": 1}
+    assert run.pooled == {"plain": None, "mean": states(0, 300), "last": states(89, 1)}
+    assert run.machine.idle
+
+
+def test_a_preempted_prompt_is_summed_anew() -> None:
+    """The plain request's next block is taken from the prompt that is half computed."""
+    run = Run("unified", chunk=16, blocks=19)
+    run.begin(segment("plain", 108, max_tokens=40))
+    while "plain" not in run.tokens:
+        run.step()
+    run.begin(segment("mean", 190, max_tokens=1, pooling="mean"))
+    while run.machine.state.in_flight is not None:
+        run.step()
+    assert run.machine.counters.preemptions > 0
+    assert (run.tokens, run.pooled["mean"]) == ({"plain": 40, "mean": 1}, states(0, 190))
+    assert run.machine.idle

@@ -155,7 +155,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same `prefix_salt` share cached
     prefixes. `owner`: the API key whose share of the cluster it takes, "" without several; `weight`: the size of that
     share beside the others'. `traceparent`: its place in a trace, "" if it is not traced (`common/tracing`). `adapter`:
-    its LoRA adapter, "" = the base model alone. `choices`: generations that its client asked for with it, itself
+    its LoRA adapter, "" = the base model alone; `adapter_folder`: of one that was added since the start, whose name has
+    a stamp behind it. `choices`: generations that its client asked for with it, itself
     included."""
 
     attempt: Attempt
@@ -177,6 +178,12 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     traceparent: str = ""
     adapter: str = ""
     choices: int = 1
+    adapter_folder: str = ""
+
+    @property
+    def adapter_name(self) -> str:
+        """Name of its adapter to clients: one that was added carries a stamp behind it."""
+        return self.adapter.rpartition("@")[0] if self.adapter_folder else self.adapter
 
     @property
     def request_id(self) -> RequestId:

@@ -87,10 +87,11 @@ class CancelRuns(msgspec.Struct, frozen=True):
 
 class LoadAdapter(msgspec.Struct, frozen=True):
     """Load this LoRA adapter while steps run, after unloading `instead_of` ("" = none), which no step names any more.
-    `AdapterLoaded` or `AdapterFailed` answers it."""
+    `AdapterLoaded` or `AdapterFailed` answers it. `folder`: of one that was added since the start."""
 
     adapter: str
     instead_of: str = ""
+    folder: str = ""
 
 
 # -- Of a gateway, for its own process: their text (`repr`) has all that a recording needs ---------------------------

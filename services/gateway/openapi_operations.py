@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+from cohort.services.gateway.apis.adapters_api import LOAD_PATH, UNLOAD_PATH, LoadAdapterBody, UnloadAdapterBody
 from cohort.services.gateway.apis.embeddings_api import EMBEDDINGS_PATH, EmbeddingList, EmbeddingsBody
 from cohort.services.gateway.apis.messages_api import COUNT_TOKENS_PATH, CountedTokens
 from cohort.services.gateway.apis.messages_api_bodies import CountTokensBody, MessagesBody
@@ -292,6 +293,24 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=CountedTokens,
         errors=_GENERATE,
         example=_QUESTION,
+    ),
+    Operation(
+        "loadLoraAdapter",
+        "post",
+        LOAD_PATH,
+        "Add a LoRA adapter; for an operator's key.",
+        body=LoadAdapterBody,
+        media=TEXT,
+        errors=_READ,
+    ),
+    Operation(
+        "unloadLoraAdapter",
+        "post",
+        UNLOAD_PATH,
+        "Remove an added LoRA adapter; for an operator's key.",
+        body=UnloadAdapterBody,
+        media=TEXT,
+        errors=(404, *_READ),
     ),
     Operation("listModels", "get", "/v1/models", "The model that is served, and its LoRA adapters.", answer=ModelList),
     Operation("getModel", "get", "/v1/models/{name}", "One of them by its name.", answer=ModelObject, errors=(404,)),

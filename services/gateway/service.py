@@ -15,6 +15,7 @@ import contextlib
 import os
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,6 +43,7 @@ from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.spans import Tracing
 from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId
+from cohort.services.gateway.apis.adapters_api import AdaptersApi
 from cohort.services.gateway.apis.embeddings_api import EmbeddingsApi
 from cohort.services.gateway.apis.messages_api import MessagesApi
 from cohort.services.gateway.apis.openai_api import OpenAiApi
@@ -64,6 +66,7 @@ from cohort.services.gateway.keys.keyring import Keyring
 from cohort.services.gateway.keys.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.openapi import ApiPages
+from cohort.services.gateway.requests.added_adapters import AdapterTable
 from cohort.services.gateway.requests.formats import answer_format
 from cohort.services.gateway.requests.model_card import ModelCard, Served, read_model_card
 from cohort.services.gateway.resume.resumption import Resumption
@@ -85,7 +88,15 @@ class Gateway:
         config = context.config
         self._context = context
         self._config = config
-        self._card = card
+        adapters = AdapterTable(
+            card.adapters,
+            model=card.path,
+            names=frozenset((card.name, str(card.path))),
+            file=folder_of(config, context.instance) / "adapters.json",
+            log=context.log,
+            refused="workers of several ranks serve none" if any(group.degree > 1 for group in config.workers) else "",
+        )
+        self._card = card = replace(card, adapters=adapters)
         keys = resolve_keys(config.gateway.api_keys)
         self._keyring = Keyring(config, keys, context.clock, context.log)
         self._tenants = Tenants(config, self._keyring, context.clock, context.private_metrics, context.log)
@@ -129,6 +140,7 @@ class Gateway:
         )
         if config.gateway.resume_s:
             self.generator.resumable = self._resumption
+        self._adapters = AdaptersApi(config.gateway, adapters, self.generator.bodies, context.log)
         self._tokens = TokenApi(config.gateway, served, self.generator.bodies, self._owners)
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -187,7 +199,7 @@ class Gateway:
         application.on_response_prepare.append(self.generator.ignored_fields.name)
         pages = ApiPages(keys=self._keyring.required, model=self._card.name)
         of_openai = (self._api, self._embeddings, self._responses)
-        apis = (*of_openai, self._resumption, self._messages, batches, self._tokens, self._tenants)
+        apis = (*of_openai, self._resumption, self._messages, batches, self._tokens, self._adapters, self._tenants)
         for part in (*apis, self._probes, self._front, self._chat, pages):
             application.add_routes([expecting_later(route) for route in part.routes()])
         return application

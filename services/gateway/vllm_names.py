@@ -72,10 +72,10 @@ class VllmNames(Collector):
         running: set[str] = set()
         waiting: set[str] = set()
         for entry in self._machine.ledger.entries():
-            if entry.request.adapter:
-                (waiting if entry.queued_tokens else running).add(entry.request.adapter)
+            if adapter := entry.request.adapter_name:
+                (waiting if entry.queued_tokens else running).add(adapter)
         adapters = {
-            "max_lora": str(self._config.engine.max_loras if self._config.model.lora else 0),
+            "max_lora": str(self._config.engine.max_loras),
             "waiting_lora_adapters": ",".join(sorted(waiting)),
             "running_lora_adapters": ",".join(sorted(running)),
         }

@@ -8,10 +8,11 @@ Reads no tensor: that is `lora`'s business.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +77,20 @@ class Checkpoint:
     @property
     def file(self) -> Path:
         return self.folder / TENSOR_FILE
+
+
+def stamped_name(checkpoint: Checkpoint) -> str:
+    """Return the name for workers of an adapter that was not there at the start: another file has another name."""
+    content = repr((str(checkpoint.folder), checkpoint.stamp)).encode()
+    return f"{checkpoint.name}@{hashlib.blake2b(content, digest_size=6).hexdigest()}"
+
+
+def read_added(stamped: str, folder: Path, geometry: ModelGeometry) -> Checkpoint:
+    """Read an adapter that a request brings, under its stamped name. Raises `ModelError`, also for another file."""
+    (found,) = check_lora({stamped.rpartition("@")[0]: str(folder)}, geometry)
+    if stamped_name(found) != stamped:
+        raise ModelError(f"{found.file} has changed since it was added; add it anew (load_inplace)")
+    return replace(found, name=stamped)
 
 
 def stamp_of(file: Path) -> tuple[int, int]:

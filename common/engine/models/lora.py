@@ -14,13 +14,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cohort.common.engine.config.lora_checkpoint import Checkpoint, Part, Slot, projections, stamp_of
+from cohort.common.engine.config.lora_checkpoint import Checkpoint, Part, Slot, projections, read_added, stamp_of
 from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.models.experts import DenseMlp, DeviceExperts, Experts
 from cohort.common.engine.step.batch import StepBatch
@@ -132,14 +133,17 @@ class LoraStore:
 
     def most_bytes(self, count: int) -> int:
         """Return the max memory that any `count` of the adapters take."""
-        shapes = (self._shapes(each) for each in self._checkpoints.values())
-        sizes = sorted((sum(rank * (into + out) for into, out, rank in each) for each in shapes), reverse=True)
-        return sum(sizes[:count]) * self._dtype.itemsize
+        return sum(sorted(map(self._bytes, self._checkpoints.values()), reverse=True)[:count])
 
-    def load(self, name: str) -> Adapter:
-        """Read an adapter, for `hold`. On any thread. Raises `ModelError` where its file is not what it was at the
-        start: what the prefix cache and other workers know of this name would be another adapter's."""
-        checkpoint = self._checkpoints.get(name)
+    def _bytes(self, checkpoint: Checkpoint) -> int:
+        numbers = sum(rank * (into + out) for into, out, rank in self._shapes(checkpoint))
+        return numbers * self._dtype.itemsize
+
+    def load(self, name: str, folder: str = "") -> Adapter:
+        """Read an adapter, for `hold`. On any thread. `folder`: of one that was added since the start. Raises
+        `ModelError` where its file is not what it was then: what the prefix cache and other workers know of this name
+        would be another adapter's."""
+        checkpoint = self._added(name, folder) if folder else self._checkpoints.get(name)
         if checkpoint is None:
             raise ModelError(f"no LoRA adapter {name!r} is configured (model.lora)")
         if stamp_of(checkpoint.file) != checkpoint.stamp:
@@ -154,6 +158,13 @@ class LoraStore:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # of this thread: steps run on another
         return Adapter(name, tuple(layers))
+
+    def _added(self, name: str, folder: str) -> Checkpoint:
+        """Read what an added adapter's folder says; on a GPU it may take no more than memory was set aside for."""
+        found = read_added(name, Path(folder), self._geometry)
+        if self._device.type == "cuda" and self._bytes(found) > self.most_bytes(1):
+            raise ModelError(f"{found.file} is larger than every adapter of the start, for which memory was set aside")
+        return found
 
     def hold(self, adapter: Adapter) -> None:
         """Let later steps name the adapter."""

@@ -206,7 +206,7 @@ class LoraLoader:
         name, loop = effect.adapter, asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            self._store.hold(await loop.run_in_executor(self._thread, self._store.load, name))
+            self._store.hold(await loop.run_in_executor(self._thread, self._store.load, name, effect.folder))
         except Exception as error:  # damaged in any way: the requests that wait for it end with it
             log.warning(
                 "LoRA adapter not loaded", adapter=name, exc_info=not isinstance(error, ModelError), why=str(error)

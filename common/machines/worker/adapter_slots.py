@@ -21,6 +21,7 @@ from cohort.common.machines.effects import LoadAdapter
 from cohort.common.machines.events import AdapterFailed, AdapterLoaded
 from cohort.common.machines.worker.worker_state import WorkerState, mix
 from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Request
 
 _STARVATION_S = 2.0
 _COMPUTES = (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)
@@ -73,7 +74,7 @@ class AdapterSlots:
         """Load the adapter while a sequence's KV is under way, if nothing waits for one."""
         adapter = sequence.request.adapter
         if adapter and not self._waiting:
-            self._load(now_s, adapter)
+            self._load(now_s, sequence.request)
 
     def on_load_ended(self, now_s: float, event: AdapterLoaded | AdapterFailed) -> None:
         assert event.adapter in self._loading, f"adapter {event.adapter} was never to be loaded"
@@ -104,7 +105,7 @@ class AdapterSlots:
                 del self._waiting[sequence]
             elif adapter not in self._held:
                 if slots:  # where one finds none, none behind it does
-                    self._load(now_s, adapter)
+                    self._load(now_s, sequence.request)
                     slots = self._is_known(adapter)
                 passes &= self._is_known(adapter) or now_s - since_s <= _STARVATION_S
             elif passes:  # else it waits behind one that has found no slot for long
@@ -119,7 +120,8 @@ class AdapterSlots:
         if len(held) > most or not self._used() <= self._held.keys():
             raise InvariantViolated(f"adapters {held} in {most} slots, {sorted(self._used())} are computed with")
 
-    def _load(self, now_s: float, adapter: str) -> None:
+    def _load(self, now_s: float, request: Request) -> None:
+        adapter = request.adapter
         if self._is_known(adapter):
             return
         instead_of = ""
@@ -131,7 +133,7 @@ class AdapterSlots:
             del self._held[instead_of]
         assert self.free_slots > 0, f"no slot for adapter {adapter}: {self.adapters}"
         self._loading[adapter] = now_s
-        self._state.effects.append(LoadAdapter(adapter, instead_of))
+        self._state.effects.append(LoadAdapter(adapter, instead_of, request.adapter_folder))
 
     def _used(self) -> set[str]:
         """Return adapters of sequences that compute here, or of which a step under way computes a row."""

@@ -63,6 +63,7 @@ def prepare(
         stop_ids.update(card.eos_token_ids)
     # Built once; every choice refers to the same biases, stop tokens and prompt.
     sampling = msgspec.structs.replace(call.sampling, stop_token_ids=tuple(sorted(stop_ids)))
+    adapter, folder = card.reference(call.adapter)
     total, pools = len(prompts) * call.n, sampling.pooling != ""
     requests: list[Request] = []
     for prompt, max_tokens in zip(prompts, token_limits, strict=True):
@@ -89,7 +90,8 @@ def prepare(
                     priority=call.priority,
                     slo=call.slo,
                     if_late=call.if_late,
-                    adapter=call.adapter,
+                    adapter=adapter,
+                    adapter_folder=folder,
                     choices=total,
                     prediction=_ONE_TOKEN if pools else None,
                 )

@@ -44,7 +44,7 @@ class RequestStats:
         if self.traffic is not None:
             self.traffic.admitted(request)
         if request.adapter:
-            self._metrics.lora_requests(request.adapter).inc()
+            self._metrics.lora_requests(request.adapter_name).inc()
 
     def totals(self, dropped_tokens: int, default_predictions: int) -> None:
         if more := dropped_tokens - self._dropped_tokens:
@@ -117,7 +117,7 @@ class RequestStats:
             instances=entry.instances,
             traffic_class=entry.request.traffic_class,
             best_effort=entry.best_effort or None,
-            adapter=entry.request.adapter or None,
+            adapter=entry.request.adapter_name or None,
             **fields,
         )
 

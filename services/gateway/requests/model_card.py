@@ -15,6 +15,7 @@ from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.json_files import read_json_object
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
+from cohort.services.gateway.requests.added_adapters import AdapterTable
 from cohort.services.gateway.requests.embedding_form import NO_EMBEDDINGS, EmbeddingForm, read_embedding_form
 from cohort.services.gateway.requests.formats import AnswerFormat
 from cohort.services.gateway.text.tokenizer import Tokenizer
@@ -86,6 +87,12 @@ class ModelCard:
                 f"{param}: {shown} is no token id; the vocabulary has {self.vocab_size} tokens.", param=param
             )
         return ids
+
+    def reference(self, adapter: str) -> tuple[str, str]:
+        """Return an adapter's name for workers, and its folder if they learn that from the request. Raises
+        `RequestError` for one that was removed."""
+        adapters = self.adapters
+        return adapters.reference(adapter) if isinstance(adapters, AdapterTable) else (adapter, "")
 
     def adapter_of(self, model: str | None) -> str:
         """Return the adapter that a request's `model` names; "" = the base model."""

@@ -31,6 +31,12 @@ def client(standard: Pipeline) -> Iterator[openai.OpenAI]:
         yield opened
 
 
+def test_embeddings_of_equal_texts_are_equal(client: openai.OpenAI) -> None:
+    model, texts = client.models.list().data[0].id, ["The sea is blue.", "Bread is baked.", "The sea is blue."]
+    first, other, again = (each.embedding for each in client.embeddings.create(model=model, input=texts).data)
+    assert first == pytest.approx(again, abs=1e-5) and first != pytest.approx(other, abs=1e-2)
+
+
 def test_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     ask = {

@@ -3,7 +3,7 @@
 Registered by `service.py`, collected at a scrape of this gateway's `/metrics`, and left out of what the monitor gets.
 All values are of this gateway's own requests, so that a sum over gateways has each request once; the use of the KV
 cache, whose sum means nothing, is the cluster's. Counts nothing itself: each family is one of `cohort_…`, its classes
-added up, since readers take a single series (`tests/services/gateway/test_vllm_names.py` lists who reads what).
+added up, since readers take a single series (`tests/services/gateway/apis/test_vllm_names.py` lists who reads what).
 """
 
 from __future__ import annotations

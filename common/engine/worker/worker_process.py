@@ -48,6 +48,7 @@ from cohort.common.engine.worker.devices import (
 )
 from cohort.common.engine.worker.engine_threads import device_of
 from cohort.common.engine.worker.learned_state import LearnedState
+from cohort.common.engine.worker.timeline import Timeline, timeline_file
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
 from cohort.common.http import exposure
@@ -371,6 +372,8 @@ async def _serve(
         max_model_len=capacity.max_model_len,
         dtype=runner.dtype,
     )
+    file = timeline_file(context.run_dir, context.instance)
+    Timeline(file, engine, context.log, on_gpu=own.device.type == "cuda").listen(asyncio.get_running_loop())
     garbage.freeze_heap()
     try:
         await loop.run()

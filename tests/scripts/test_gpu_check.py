@@ -45,7 +45,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 def test_wrong_options(tmp_path: Path) -> None:
     assert gpu_check("--only", "everything", cwd=tmp_path).returncode == 2
-    assert gpu_check("--plan", "C", cwd=tmp_path).returncode == 2
+    assert gpu_check("--plan", "D", cwd=tmp_path).returncode == 2
     missing = gpu_check("--dry-run", "--wheels", "absent", cwd=tmp_path)
     assert missing.returncode == 2 and "absent" in missing.stderr
     (tmp_path / "empty").mkdir()

@@ -40,19 +40,22 @@ RUN: dict[str, Callable[[Check], None]] = {
     "device": device.run,
     "smoke": tests_of("test_recorded_steps.py", "sampling/test_sampling.py::test_many_rows_of_a_kind"),
     "kernels": tests_of("test_served_shapes.py", "test_slots.py"),
-    "pipeline": pipeline.run,
+    "families": tests_of("test_formats.py", "-k", "family_gives"),
+    "families-16-bits": tests_of("test_formats.py", "-k", "family_in"),
+    "formats": tests_of("test_formats.py", "-k", "a_format or mxfp4"),
+    "golden": tests_of("test_presets.py", "-k", "unified or probabilities"),
+    "golden-presets": tests_of("test_presets.py", "-k", "not unified and not probabilities"),
+    "kv-transfer": kv_transfer.run,
+    "pipeline": pipeline.run_default,
+    "pipeline-unified": pipeline.run_unified,
+    "pipeline-disaggregated": pipeline.run_disaggregated,
     "model-8b": model.run_8b,
     "products": matrices.run,
-    "golden": tests_of("test_presets.py", "-k", "unified or probabilities"),
     "attention": attention.run,
     "coded-products": matrices.run_coded,
     "coded-experts": experts.run,
     "batch-invariant": model.run_invariant,
-    "kv-transfer": kv_transfer.run,
     "model-14b": model.run_14b,
-    "pipelines": pipeline.run_others,
-    "golden-presets": tests_of("test_presets.py", "-k", "not unified and not probabilities"),
-    "formats": tests_of("test_formats.py"),
     "tests": tests_of(),
 }
 _CPU_DEADLINE_FACTOR = 50.0  # on a processor, which may be a busy one
@@ -65,6 +68,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for models and run files")
     parser.add_argument("--logs", type=Path, help="for what is to be kept")
     parser.add_argument("--rows", type=Path, help="file to append the findings to")
+    parser.add_argument("--together", action="store_true", help="others run beside it: no figure is a speed")
     parser.add_argument("--seconds", type=float, default=3600.0, help="until the section is to end")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process without which it ends")
     options = parser.parse_args()
@@ -79,14 +83,14 @@ def run(options: argparse.Namespace) -> int:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="cohort-gpu-"))
     logs = options.logs or folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    found = Findings(options.section, options.rows)
+    found = Findings(options.section, options.rows, alone=not options.together)
     real = chosen.type == "cuda"
     guard = Guard(found, chosen, options.seconds, deadline_factor=1.0 if real else _CPU_DEADLINE_FACTOR)
     end_with(options.parent)
     compiled_kernels.keep_in_cache()
     try:
         with torch.inference_mode():
-            RUN[options.section](Check(chosen, real, folder, found, guard, logs))
+            RUN[options.section](Check(chosen, real, folder, found, guard, logs, alone=not options.together))
     except Exception as error:  # of any kind: the table tells
         traceback.print_exc()
         message = str(error).partition("\n")[0]

@@ -87,10 +87,14 @@ class Served:
                     process.wait()
             return {name: json.loads(report.read_text())["runs"][0]["overall"] for name, report in reports.items()}
 
+    def processes(self) -> list[dict[str, Any]]:
+        """Return what the monitor's page shows of every process."""
+        found: list[dict[str, Any]] = json.loads(_get(f"{self.monitor_url}/api/state"))["processes"]
+        return found
+
     def stats(self) -> dict[str, Stats]:
         """Return the stats of every process, by instance, as of its last heartbeat."""
-        processes = json.loads(_get(f"{self.monitor_url}/api/state"))["processes"]
-        return {process["instance"]: process["stats"] for process in processes}
+        return {process["instance"]: process["stats"] for process in self.processes()}
 
     def metrics(self) -> str:
         """Return the Prometheus text of all processes."""

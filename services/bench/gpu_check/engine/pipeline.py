@@ -1,13 +1,15 @@
-"""Sections: whole pipelines on the one device under `cohort bench`.
+"""Sections: whole pipelines on the one device under `cohort bench`, each with a timeline of its workers under load.
 
-pipeline    one unified worker, 64 users: greedy, then sampled; the figure to hold against another server
-pipelines   prefill and decode worker sharing the device: `disaggregated`, `cohort`. KV must travel; the two workers'
-            kernels take turns, so their speed says nothing about two devices
+pipeline                 the default preset, one worker, 64 users: greedy, then sampled; what to hold against others
+pipeline-unified         the same under the simplest preset
+pipeline-disaggregated   prefill and decode worker sharing the device, a model of four layers. KV must travel; the two
+                         workers' kernels take turns, so their speed says nothing about two devices
+
+KV has a fixed size each, so that all of plan A lies side by side in 78 GiB.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -17,70 +19,68 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cohort.common.http.ports import free_port
 from cohort.common.paths import run_dir
+from cohort.services.bench.gpu_check.engine import timelines
+from cohort.services.bench.gpu_check.engine.load import Load
 from cohort.services.bench.gpu_check.frame.context import Check, shape_folder
 from cohort.services.bench.live.pipelines import ClientCommand, Served
 
 _MODEL = "Llama-3-8B"
+_KV_BYTES = 12 << 30  # 64 rows of 640 tokens of an 8B model take 5
+_SMALL_KV_BYTES = 2 << 30  # each: 32 rows of 576 tokens take 0.3
+_COMPILED = re.compile(r"^cohort_kernel_compilations_total(?:{.*})? (\S+)$", re.MULTILINE)
 _STOP_S = 12.0
 _METRICS_S = 6.0
 _SAMPLED = '{"temperature": 0.8, "top_p": 0.95}'
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Users who wait for their responses, and what they send."""
-
-    users: int
-    requests: int
-    prompt: int
-    output: int
-
-    def words(self, body: str) -> tuple[str, ...]:
-        """Return the options of `cohort bench`."""
-        lengths = (f"--input-len={self.prompt}", f"--output-len={self.output}")
-        users = (f"--concurrency={self.users}", f"--num-requests={self.requests}", f"--warmup={self.users}")
-        return (*users, *lengths, f"--extra-body={body}")
+def run_default(check: Check) -> None:
+    check.guard.item("cohort", lambda: _alone(check, "cohort"), 150)
 
 
-def run(check: Check) -> None:
-    load = Load(64, 256, 512, 128) if check.real else Load(2, 4, 24, 6)
-    check.guard.item("unified", lambda: _pipeline(check, "unified", load, sampled=True), 115)
+def run_unified(check: Check) -> None:
+    check.guard.item("unified", lambda: _alone(check, "unified"), 150)
 
 
-def run_others(check: Check) -> None:
-    load = Load(32, 96, 512, 64) if check.real else Load(2, 4, 24, 6)
-    for preset in ("disaggregated", "cohort"):
-        check.guard.item(preset, partial(_pipeline, check, preset, load, sampled=False), 60)
+def _alone(check: Check, preset: str) -> None:
+    load = Load(64, 256 if check.alone else 128, 512, 128) if check.real else Load(2, 4, 24, 6)
+    model = shape_folder(check.folder / _MODEL, check.shape(_MODEL))
+    _pipeline(check, preset, model, load, kv_bytes=_KV_BYTES, sampled=True)
 
 
-def _pipeline(check: Check, preset: str, load: Load, *, sampled: bool) -> None:
-    folder = shape_folder(check.folder / _MODEL, check.shape(_MODEL))
+def run_disaggregated(check: Check) -> None:
+    load = Load(32, 96 if check.alone else 64, 512, 64) if check.real else Load(2, 4, 24, 6)
+    shape = check.shape(_MODEL)
+    shape = {**shape, "num_hidden_layers": min(4, shape["num_hidden_layers"])}
+    model = shape_folder(check.folder / "four-layers", shape)
+    name = "disaggregated"
+    check.guard.item(name, lambda: _pipeline(check, name, model, load, kv_bytes=_SMALL_KV_BYTES, sampled=False), 150)
+
+
+def _pipeline(check: Check, preset: str, model: Path, load: Load, *, kv_bytes: int, sampled: bool) -> None:
     kinds = [("greedy", "{}")] + ([("temperature 0.8, top-p 0.95", _SAMPLED)] if sampled else [])
-    with _served(check, preset, folder) as (served, ready_s):
+    with _served(check, preset, model, kv_bytes) as (served, ready_s):
         check.found.measured(f"{preset}: ready", ready_s, "s", note="all batch sizes recorded")
-        compiled = _compiled_kernels()
         for label, body in kinds:
             name = f"{preset}, {label}"
             before = _metrics(served)
             _add_findings(check, name, load, served.load([ClientCommand(name, load.words(body), 0.0)])[name])
             _idle(check, name, before, _metrics(served))
-        if preset != "unified":
+        if preset == "disaggregated":
             _travelled(check, preset, served)
+        timelines.run(check, preset, served, load)
         if check.device.type == "cuda":
-            new = _compiled_kernels() - compiled
-            note = "new kernels in Triton's cache folder since the workers were ready"
-            check.found.measured(f"{preset}: kernels compiled while serving", new, "kernels", at_most=0, note=note)
+            new = sum(map(float, _COMPILED.findall(_metrics(served))))
+            name = f"{preset}: kernels compiled while serving"
+            check.found.measured(name, new, "kernels", at_most=0, note="by the workers' metrics", speed=False)
 
 
 @contextmanager
-def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, float]]:
+def _served(check: Check, preset: str, model: Path, kv_bytes: int) -> Iterator[tuple[Served, float]]:
     """Run a pipeline; yield it when ready, with the seconds it took."""
     port, real = free_port(), check.real
     log = check.logs / f"pipeline-{preset}.log"
@@ -91,7 +91,8 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, fl
         "engine.max_rows": 128 if real else 8,
         "engine.max_step_tokens": 8192 if real else 128,
         "engine.prefill_chunk": 2048 if real else 64,
-        "kv.memory_bytes": 0 if real else 8 << 20,
+        "engine.claim_dir": check.folder / "claims",  # sections side by side share the device, too
+        "kv.memory_bytes": kv_bytes if real else 8 << 20,
         "kv.host_memory_bytes": 0,
     }
     assignments = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
@@ -158,10 +159,7 @@ def _travelled(check: Check, preset: str, served: Served) -> None:
     while not any((totals := _moved(_metrics(served))).values()) and time.monotonic() < until:
         time.sleep(0.5)
     note = "; ".join(f"{link}: {value / 2**20:.1f} MiB" for link, value in totals.items())
-    if preset == "disaggregated":
-        check.found.checked(f"{preset}: KV travelled", any(totals.values()), note)
-    else:  # where the first token comes soonest may be where the request is
-        check.found.add_note(f"{preset}: KV travelled", note or "the metrics name no bytes")
+    check.found.checked(f"{preset}: KV travelled", any(totals.values()), note or "the metrics name no bytes")
 
 
 def _moved(metrics: str) -> dict[str, float]:
@@ -178,12 +176,6 @@ def _metrics(served: Served) -> str:
         return served.metrics()
     except OSError:
         return ""
-
-
-def _compiled_kernels() -> int:
-    """Count the kernels in the folder that all processes of this run share."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    return sum(1 for _ in folder.rglob("*.cubin")) if folder.is_dir() else 0
 
 
 def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path, seconds: float) -> None:

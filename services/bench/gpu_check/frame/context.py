@@ -98,7 +98,7 @@ Made = TypeVar("Made")
 @dataclass(slots=True)
 class Check:
     """`real`: a GPU is measured; else tiny shapes show that everything runs. `folder`: for models and run files;
-    `logs`: for what is to be kept."""
+    `logs`: for what is to be kept. `alone`: no other section runs beside it."""
 
     device: torch.device
     real: bool
@@ -106,6 +106,7 @@ class Check:
     found: Findings
     guard: Guard
     logs: Path
+    alone: bool = True
     _ceilings: Ceilings | None = field(default=None, init=False)
 
     @property

@@ -1,57 +1,93 @@
-"""The two plans of `scripts/gpu_check`: which sections run, in which order, and how long each may take.
+"""The plans of `scripts/gpu_check`: which sections run, in which order or side by side, and how long each may take.
 
-A machine with a GPU is often lent for minutes. So each plan fits in one command of nine minutes, and what tells most
-stands first: plan A says whether it works and where the time goes, plan B holds the rest against its targets. Read by
-`runner` (deadlines) and `__main__` (names). Standard library alone; decides nothing else.
+A machine with a GPU is often lent for minutes, its start included. So each plan fits in one short command: plan A says
+whether everything works, plan B how fast what users see is, plan C holds the rest against its bounds. What is not begun
+or not done in its time is a row that says so. Read by `runner` (deadlines) and `__main__` (names). Standard library
+alone; decides nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-TOTAL_S = 540.0
-SETUP_S = 20.0
-"""Time before the first section: wheels unpacked, torch read from the disk for the first time."""
+SETUP_S = 15.0
+"""Time before the first section: wheels unpacked, kernels of an earlier call, torch read from the disk."""
+CLOSING_S = 10.0
+"""Time after the last section: processes ended, logs and kernels packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`seconds` by section. `together`: side by side, as many as there are cores, each from the set-up on: right or
+    wrong, and no speed. Otherwise one after the other, each alone on the device."""
+
+    total_s: float
+    seconds: Mapping[str, float]
+    together: bool = False
+
 
 PLANS = {
-    "A": {
-        "device": 30,  # versions, and the rates that every bound is made of
-        "smoke": 55,  # tests of two layers: if recording or sampling is wrong, no later figure means anything
-        "kernels": 70,  # right before fast; the shapes that are served come first
-        "pipeline": 125,  # the one end-to-end figure: it must not be what the deadline cuts off
-        "model-8b": 140,  # one load: decode, gaps, sampler, mixed steps, prefill
-        "products": 30,  # the matrix products alone; the model's memory is free again by then
-        "golden": 70,  # tests token for token against transformers; smoke has caught what is gross
-    },
-    "B": {
-        "attention": 60,  # every shape, and the cache's stride
-        "coded-products": 30,  # weights of 8 and 4 bits, against the bound and 16 bits
-        "coded-experts": 30,  # a mixture's experts in FP8, INT8, 4 bits and MXFP4, the same way
-        "batch-invariant": 50,  # one model, loaded without the option and with it: its price
-        "kv-transfer": 60,  # two processes, one device; broken links are found early
-        "model-14b": 70,  # one load: decode, prefill, mixed steps, compilations
-        "pipelines": 85,  # two workers on one device are time-sliced: a check, not a measurement
-        "golden-presets": 45,  # tests of the presets whose rows lie differently in the cache
-        "formats": 60,  # tests of every family and format, two or three layers each
-        "tests": 30,  # all tests of kernels: as many as the time allows, and all with --only and --total-s
-    },
+    "A": Plan(
+        180,
+        {  # the longest first: they are under way while others wait for a core
+            "pipeline": 155,  # the default preset end to end, 64 users: what `docker compose up` gives
+            "pipeline-disaggregated": 155,  # two workers on the device: KV must travel
+            "kernels": 155,  # the shapes that are served, against the reference
+            "families": 155,  # of each family a tiny model: transformers' tokens
+            "families-16-bits": 155,  # and the precision that is served
+            "formats": 155,  # of each format of checkpoint one
+            "golden-presets": 155,  # presets whose rows lie differently in the cache
+            "smoke": 120,  # recorded steps against others, sampling against the processor's
+            "golden": 120,  # token for token against transformers
+            "kv-transfer": 90,  # two processes, each link
+            "device": 40,  # versions, tools, memory
+        },
+        together=True,
+    ),
+    "B": Plan(
+        240,
+        {
+            "device": 20,  # the rates that every bound is made of
+            "model-8b": 75,  # one load: decode, gaps, sampler, mixed steps, prefill
+            "products": 20,  # the matrix products alone; the model's memory is free again by then
+            "pipeline": 55,  # the default preset: the figure to hold against another server
+            "pipeline-unified": 45,  # one queue, one worker
+        },
+    ),
+    "C": Plan(
+        240,
+        {
+            "attention": 50,  # every shape, and the cache's stride
+            "coded-products": 25,  # weights of 8 and 4 bits, against the bound and 16 bits
+            "coded-experts": 25,  # a mixture's experts in FP8, INT8, 4 bits and MXFP4, the same way
+            "batch-invariant": 40,  # one model, loaded without the option and with it: its price
+            "model-14b": 55,  # one load: decode, prefill, mixed steps, compilations
+            "tests": 20,  # all tests of kernels: as many as the time allows, and all with --only and --total-s
+        },
+    ),
 }
-"""Seconds by section."""
-_SECONDS = {section: seconds for plan in PLANS.values() for section, seconds in plan.items()}
-SECTIONS = tuple(_SECONDS)
+SECTIONS = tuple(dict.fromkeys(section for plan in PLANS.values() for section in plan.seconds))
 
 
-def deadlines(sections: Sequence[str], total_s: float) -> list[tuple[str, float]]:
-    """Return the sections in this order, each with the moment, counted from the start, at which it is ended. What
-    earlier ones left over is its to use, and none of the later ones' time is; a whole plan's seconds, set-up included,
-    are stretched or squeezed to `total_s`."""
+def plan_of(name: str, only: Sequence[str] | None) -> Plan:
+    """Return a plan, or the named sections (of any plan), in the plans' order, one after the other."""
+    if only is None:
+        return PLANS[name]
+    seconds = {
+        section: max(plan.seconds.get(section, 0.0) for plan in PLANS.values())
+        for section in SECTIONS
+        if section in only
+    }
+    return Plan(SETUP_S + sum(seconds.values()) + CLOSING_S, seconds)
+
+
+def deadlines(plan: Plan, total_s: float) -> list[tuple[str, float]]:
+    """Return the plan's sections, each with the moment, counted from the start, at which it is ended: stretched or
+    squeezed to `total_s`. One after the other, what earlier ones left over is a section's to use, and none of the later
+    ones' time is."""
     until_s, found = SETUP_S, []
-    for section in sections:
-        until_s += _SECONDS[section]
-        found.append((section, until_s * total_s / TOTAL_S))
+    for section, seconds in plan.seconds.items():
+        until_s = (SETUP_S if plan.together else until_s) + seconds
+        found.append((section, until_s * total_s / plan.total_s))
     return found
-
-
-def sections_of(plan: str, only: Sequence[str] | None) -> list[str]:
-    """Return a plan's sections, or the named ones (of either plan) in the plans' order."""
-    return list(PLANS[plan]) if only is None else [section for section in SECTIONS if section in only]

@@ -44,10 +44,11 @@ class Row:
 
 
 class Findings:
-    """Rows of one section, appended to a file as they are found."""
+    """Rows of one section, appended to a file as they are found. `alone`: nothing runs beside the section."""
 
-    def __init__(self, section: str, file: Path | None) -> None:
+    def __init__(self, section: str, file: Path | None, *, alone: bool = True) -> None:
         self.section = section
+        self._alone = alone
         self.rows: list[Row] = []
         self._file = file
 
@@ -66,8 +67,12 @@ class Findings:
         at_least: float | None = None,
         at_most: float | None = None,
         note: str = "",
+        speed: bool = True,
     ) -> None:
-        """Add a metric and its target, if any."""
+        """Add a metric and its target, if any. `speed`: it is slower, and means nothing, where others run beside it."""
+        if speed and not self._alone:
+            at_least = at_most = None
+            note = f"not a speed; {note}".removesuffix("; ")
         verdict: Verdict = "info"
         target, bound = (at_most, "at most") if at_least is None else (at_least, "at least")
         if target is not None:

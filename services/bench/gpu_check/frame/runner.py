@@ -1,15 +1,20 @@
-"""Prove and measure Cohort on a machine with an NVIDIA GPU: two plans of nine minutes each, no network.
+"""Prove and measure Cohort on a machine with an NVIDIA GPU: three plans of three or four minutes, no network.
 
-    scripts/gpu_check --plan A --wheels wheels --out results    # does it work, and where does the time go
-    scripts/gpu_check --plan B --wheels wheels --out results    # the rest against its targets
-    scripts/gpu_check --only kernels golden                     # sections of either plan
+    scripts/gpu_check --plan A --wheels wheels --cache cache --keep-cache --out results-a   # does it work at all
+    scripts/gpu_check --plan B --wheels wheels --cache cache --out results-b                # how fast is it
+    scripts/gpu_check --plan C --wheels wheels --cache cache --out results-c                # the rest
+    scripts/gpu_check --only kernels golden                                                 # sections of any plan
     scripts/gpu_check --plan A --dry-run                        # no GPU: every section with tiny shapes
 
 Runs under any Python 3.11 or 3.12 that holds torch, triton and transformers; all other packages come from the folder of
 wheels that `scripts/gpu_pack` made. Every section runs in a process of its own with a deadline, every item of a section
-guarded: one that breaks or hangs is a line of the table and hides nothing else. The output folder holds report.json,
-report.md and logs.tar.gz, rewritten as results come: a run that is killed leaves all it had. A row tells metric, target
-and a verdict: pass, miss (right, but slower than wanted), fail (wrong, or broken), info (no target), not run.
+guarded: one that breaks or hangs is a line of the table and hides nothing else. Plan A's sections run side by side, so
+none of its figures is a speed. The output folder holds report.json, report.md and logs.tar.gz, rewritten as results
+come: a run that is killed leaves all it had. A row tells metric, target and a verdict: pass, miss (right, but slower
+than wanted), fail (wrong, or broken), info (no target), not run.
+
+Kernels compiled in one call serve the next from `--cache`. Where the next has another machine, `--keep-cache` packs
+them in pieces beside the results; a cache folder in which such pieces lie is unpacked first.
 
 `cohort bench gpu-check` is the same. Called by both; needs the standard library alone.
 
@@ -19,6 +24,7 @@ Exit status: 0 all passed, 1 something missed, failed or was not run, 2 no GPU o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -26,14 +32,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import cohort
 from cohort.common.paths import cache_dir
-from cohort.services.bench.gpu_check.frame import report
-from cohort.services.bench.gpu_check.frame.plan import PLANS, SECTIONS, TOTAL_S, deadlines, sections_of
+from cohort.services.bench.gpu_check.frame import kernel_cache, report
+from cohort.services.bench.gpu_check.frame.plan import PLANS, SECTIONS, Plan, deadlines, plan_of
 from cohort.services.bench.gpu_check.frame.report import Results, Row, SectionRun, Verdict, read_rows
 
 PACKAGE = Path(cohort.__file__).resolve().parent
@@ -42,6 +49,7 @@ _LAST_LINES = 3
 _LEAST_S = 5.0  # a section that has less is not begun
 _CLOSING_S = 3.0  # before a section's deadline, for it to end by itself
 _POLL_S = 0.5
+_END_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,22 +61,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels to use beside what is installed")
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder for results (default: %(default)s)")
-    parser.add_argument(
-        "--total-s", type=float, help=f"seconds for everything (default: {TOTAL_S:.0f}; a dry run: 3600)"
-    )
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels, or of pieces that --keep-cache made")
+    parser.add_argument("--keep-cache", action="store_true", help="pack the compiled kernels into --out, too")
+    totals = ", ".join(f"{name} {plan.total_s:.0f}" for name, plan in PLANS.items())
+    parser.add_argument("--total-s", type=float, help=f"seconds for everything (default: {totals}; a dry run: 3600)")
     parser.add_argument("--dry-run", action="store_true", help="on the processor, with tiny shapes; needs no GPU")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The folders and the environment of all sections' processes."""
+    """The folders and the environment of all sections' processes. `kernels`: folder of what they compile; `width`
+    sections run side by side."""
 
     work: Path
     logs: Path
+    kernels: Path
     environment: dict[str, str]
     dry_run: bool
     started_s: float
     total_s: float
+    width: int = 1
 
     @property
     def elapsed_s(self) -> float:
@@ -78,8 +90,9 @@ class Run:
 def run(options: argparse.Namespace) -> int:
     started_s = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="cohort-gpu-check-"))
+    plan = plan_of(options.plan, options.only)
     try:
-        return _run(options, _prepare(options, work, started_s))
+        return _run(options, plan, _prepare(options, plan, work, started_s))
     except _Refused as refused:
         print(f"gpu_check: {refused}", file=sys.stderr)
         return 2
@@ -87,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _prepare(options: argparse.Namespace, work: Path, started_s: float) -> Run:
+def _prepare(options: argparse.Namespace, plan: Plan, work: Path, started_s: float) -> Run:
     """Raise `_Refused`."""
     # Not the folder it lies in: that one's folders would hide other people's packages of the same names.
     source = work / "source"
@@ -99,49 +112,61 @@ def _prepare(options: argparse.Namespace, work: Path, started_s: float) -> Run:
         if (problem := unpack(options.wheels, site)) is not None:
             raise _Refused(problem)
         paths.append(str(site))
-    environment = _environment(options.dry_run, work, paths)
+    kernels = work / "kernels" if options.cache is None else options.cache.resolve()
+    try:
+        print(kernel_cache.unpack(kernels), end="")
+    except OSError as error:
+        raise _Refused(f"--cache: {error}") from error
+    width = (os.cpu_count() or 1) if plan.together else 1
+    environment = _environment(options.dry_run, work, kernels, paths)
+    if plan.together:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, width // len(plan.seconds))))
     if (reason := refusal(environment, dry_run=options.dry_run)) != "":
         raise _Refused(reason)
     logs = work / "logs"
     logs.mkdir()
-    total_s = options.total_s or (3600.0 if options.dry_run else TOTAL_S)
-    return Run(work, logs, environment, options.dry_run, started_s, total_s)
+    total_s = options.total_s or (3600.0 if options.dry_run else plan.total_s)
+    return Run(work, logs, kernels, environment, options.dry_run, started_s, total_s, width)
 
 
 class _Refused(Exception):
     """Reason why nothing can be run here."""
 
 
-def _environment(dry_run: bool, work: Path, paths: list[str]) -> dict[str, str]:
+def _environment(dry_run: bool, work: Path, kernels: Path, paths: list[str]) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     environment["PYTHONUNBUFFERED"] = "1"
     environment["HF_HUB_OFFLINE"] = environment["TRANSFORMERS_OFFLINE"] = "1"
-    environment.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
+    environment["TRITON_CACHE_DIR"] = str(kernels / "triton")
     if dry_run:  # there the cache folder's kernels serve as they are
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["TRITON_INTERPRET"] = "1"
     else:
-        environment.setdefault("COHORT_CACHE_DIR", str(work / "cache"))
+        cache = work / "cache"  # of a short path: it holds the run files' sockets
+        cache.mkdir()
+        (cache / "kernels").symlink_to(kernels / "kernels")
+        environment["COHORT_CACHE_DIR"] = str(cache)
     return environment
 
 
-def _run(options: argparse.Namespace, run: Run) -> int:
-    """Return the sections in their order."""
-    plan = "of sections" if options.only else options.plan
-    facts = {"plan": plan, "dry_run": run.dry_run, "total_s": run.total_s}
+def _run(options: argparse.Namespace, plan: Plan, run: Run) -> int:
+    """Run the sections; return the exit status."""
+    name = "of sections" if options.only else options.plan
+    facts = {"plan": name, "dry_run": run.dry_run, "total_s": run.total_s}
     results = Results(options.out, run.logs, facts)
     signal.signal(signal.SIGTERM, _ended)
-    kernels = _build_host_kernels(run)
+    host_kernels = _build_host_kernels(run)
     try:
-        for section, until_s in deadlines(sections_of(options.plan, options.only), run.total_s):
-            _section(section, until_s, run, results)
+        _run_sections(deadlines(plan, run.total_s), plan.together, run, results)
         results.state = "complete"
     except (KeyboardInterrupt, _Ended):
         results.state = "ended by a signal"
     finally:
-        end_group(kernels)
+        end_groups([host_kernels])
         results.write(logs=True)
+    if options.keep_cache:
+        print(kernel_cache.pack(run.kernels, options.out), end="")
     rows = results.rows
     if run.dry_run:
         print("Dry run on the processor with tiny shapes: no metric below is a measurement.\n")
@@ -213,8 +238,69 @@ def unpack(wheels: Path, site: Path) -> str | None:
     return None if done.returncode == 0 else f"the wheels cannot be installed: {done.stderr.strip()[-500:]}"
 
 
-def _section(section: str, until_s: float, run: Run, results: Results) -> None:
-    """Run one section to its end or its deadline; the results are written while it runs, and when it has ended."""
+@dataclass(slots=True)
+class _Section:
+    """One section's process and what it has found. The results are written while it runs, and when it has ended."""
+
+    current: SectionRun
+    process: subprocess.Popen[bytes]
+    rows: Path
+    log: Path
+    started_s: float
+    size: int = -1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or has to."""
+        return self.process.poll() is not None or time.monotonic() - self.started_s >= self.current.limit_s
+
+    def look(self) -> bool:
+        """Return whether there are new rows, and take them."""
+        self.current.seconds = time.monotonic() - self.started_s
+        size = self.rows.stat().st_size if self.rows.is_file() else 0
+        if size == self.size:
+            return False
+        self.size, self.current.rows = size, read_rows(self.rows)
+        return True
+
+    def end(self, status: int | None) -> None:
+        """Take the last rows of a section that ended with `status`; None: it was not done."""
+        current, section = self.current, self.current.section
+        current.rows = read_rows(self.rows)
+        if status is None:
+            current.state = "killed"
+            words = f"not done after {current.limit_s:.0f} s: {_last_lines(self.log)}"
+            current.rows.append(_note(section, "fail", words))
+            return
+        current.state = "ended"
+        if status != 0 and not any(row.verdict == "fail" for row in current.rows):
+            current.rows.append(_note(section, "fail", f"ended with status {status}: {_last_lines(self.log)}"))
+
+
+def _run_sections(sections: Sequence[tuple[str, float]], together: bool, run: Run, results: Results) -> None:
+    """Run the sections, each until the moment beside it at most, `run.width` of them at a time; in this order."""
+    waiting, running = list(sections), list[_Section]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < run.width:
+                begun = _begin(*waiting.pop(0), together, run, results)
+                running += [] if begun is None else [begun]
+            over = [section for section in running if section.over]
+            running = [section for section in running if section not in over]
+            if any([section.look() for section in (*running, *over)]) and not over:
+                results.write()
+            if over:
+                _finish(over, results)
+            elif running:
+                _wait(running[0].process, _POLL_S)
+    finally:
+        end_groups([section.process for section in running])
+        for section in running:
+            section.current.rows, section.current.state = read_rows(section.rows), "killed"
+
+
+def _begin(section: str, until_s: float, together: bool, run: Run, results: Results) -> _Section | None:
+    """Start a section; None, and a row that says so, where no time is left for it."""
     # A dry run measures nothing, so a busy machine may take as long over a section as there is time.
     seconds = (run.total_s if run.dry_run else until_s) - run.elapsed_s
     current = SectionRun(section, seconds)
@@ -223,46 +309,34 @@ def _section(section: str, until_s: float, run: Run, results: Results) -> None:
         current.state = "not run"
         current.rows = [_note(section, "not run", "no time was left")]
         results.write(logs=True)
-        return
-    print(f"{section} …", end=" ", flush=True)
+        return None
     rows, log = run.work / f"{section}.rows", run.logs / f"{section}.log"
     started_s = time.monotonic()
-    process = _start(section, run, rows, log, seconds - _CLOSING_S)
-    size = -1
-    try:
-        while process.poll() is None and time.monotonic() - started_s < seconds:
-            current.seconds = time.monotonic() - started_s
-            grown = rows.stat().st_size if rows.is_file() else 0
-            if grown != size:
-                size, current.rows = grown, read_rows(rows)
-                results.write()
-            _wait(process, _POLL_S)
-        status = process.poll()
-    finally:
-        end_group(process)
-        current.rows = read_rows(rows)
-        current.seconds = time.monotonic() - started_s
-        current.state = "killed"
-    if status is None:
-        current.rows.append(_note(section, "fail", f"not done after {seconds:.0f} s: {_last_lines(log)}"))
-    else:
-        current.state = "ended"
-        if status != 0 and not any(row.verdict == "fail" for row in current.rows):
-            current.rows.append(_note(section, "fail", f"ended with status {status}: {_last_lines(log)}"))
-    print(f"{current.seconds:.0f} s", flush=True)
+    process = _start(section, together, run, rows, log, seconds - _CLOSING_S)
+    return _Section(current, process, rows, log, started_s)
+
+
+def _finish(over: list[_Section], results: Results) -> None:
+    statuses = [section.process.poll() for section in over]
+    end_groups([section.process for section in over])
+    for section, status in zip(over, statuses, strict=True):
+        section.end(status)
+        print(f"{section.current.section}: {section.current.state}, {section.current.seconds:.0f} s", flush=True)
     results.write(logs=True)
 
 
-def _start(section: str, run: Run, rows: Path, log: Path, seconds: float) -> subprocess.Popen[bytes]:
+def _start(section: str, together: bool, run: Run, rows: Path, log: Path, seconds: float) -> subprocess.Popen[bytes]:
+    folder = run.work / "sections" / section  # its own: others write models of the same names meanwhile
+    folder.mkdir(parents=True, exist_ok=True)
     options = {
         "--device": "cpu" if run.dry_run else "cuda:0",
-        "--folder": run.work,
+        "--folder": folder,
         "--logs": run.logs,
         "--rows": rows,
         "--seconds": f"{seconds:.1f}",
         "--parent": os.getpid(),  # which may be gone before the section can ask for it
     }
-    words = [str(word) for pair in options.items() for word in pair]
+    words = [str(word) for pair in options.items() for word in pair] + (["--together"] if together else [])
     return _started([sys.executable, "-P", "-m", MODULE, section, *words], log, run)
 
 
@@ -281,10 +355,13 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         return
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def end_groups(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes and all that they started: first asked, five seconds later not."""
+    left = list(processes)
     for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, how)
-        except (ProcessLookupError, PermissionError):
-            return
-        _wait(process, 5)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, how)
+        until_s = time.monotonic() + _END_S
+        for process in left:
+            _wait(process, max(0.0, until_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Section: installed packages, the device, and the rates that every bound is made of."""
+"""Section: installed packages, the device, and the rates that every bound is made of, where nothing runs beside."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _TOOLS = ("gcc", "c++", "compute-sanitizer", "nvidia-smi", "nsys")
 def run(check: Check) -> None:
     check.guard.item("packages", lambda: _packages(check), 10)
     check.guard.item("device", lambda: _device(check), 10)
+    if not check.alone:
+        return
     check.guard.item("rates", lambda: _rates(check), 15)
     check.guard.item("page-locked copies", lambda: _page_locked(check), 10)
 

@@ -13,6 +13,7 @@ from cohort.common.engine.device import compiled_kernels
 from cohort.common.paths import cache_dir
 from cohort.kernels.cpu import native
 from cohort.services.bench.gpu_check.engine import kv_transfer, model
+from cohort.services.bench.gpu_check.engine.timelines import busy_share
 from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, QWEN25_14B, TINY, Check, shape_folder
 from cohort.services.bench.gpu_check.frame.guard import Guard
 from cohort.services.bench.gpu_check.frame.rates import matrix_elements, prefill_operations
@@ -145,6 +146,14 @@ def test_transports_are_read_from_what_ucx_says() -> None:
         "rendezvous zero-copy read from remote by cuda_ipc/cuda",
         "rendezvous copy-in copy-out by 50% on tcp/eth0 and tcp/lo",
     ]
+
+
+def test_how_much_of_a_timeline_is_computed() -> None:
+    """Kernels beside one another count once; the host's part does not."""
+    spans = [("kernel", 10, 20), ("gpu_memcpy", 15, 10), ("kernel", 16, 4), ("kernel", 90, 20), ("cpu_op", 0, 500)]
+    events = [{"cat": cat, "ts": at, "dur": taken} for cat, at, taken in spans] + [{"ph": "M"}]
+    assert busy_share(events) == pytest.approx(0.4)
+    assert busy_share(events[-2:]) is None
 
 
 def test_the_tiny_shape_is_a_model(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import Guard, end_with
 from cohort.services.bench.gpu_check.frame.plan import SECTIONS
 from cohort.services.bench.gpu_check.frame.report import Findings, table
-from cohort.services.bench.gpu_check.kernels import attention, device, experts, matrices
+from cohort.services.bench.gpu_check.kernels import attention, device, experts, library, matrices
 
 
 def tests_of(*chosen: str) -> Callable[[Check], None]:
@@ -51,6 +51,7 @@ RUN: dict[str, Callable[[Check], None]] = {
     "pipeline-disaggregated": pipeline.run_disaggregated,
     "model-8b": model.run_8b,
     "products": matrices.run,
+    "library-products": library.run,
     "attention": attention.run,
     "coded-products": matrices.run_coded,
     "coded-experts": experts.run,

@@ -57,9 +57,10 @@ def make_case(
     layers: int = 2,
     directed: bool = True,
     fp8: bool = False,
+    staged: bool = True,
 ) -> Case:
     """Return rows of these contexts, of which the last `queries` tokens are computed, over random keys in shuffled
-    blocks; `fp8`: kept so, as this device does."""
+    blocks; `fp8`: kept so, as this device does; `staged`: with the memory that flash attention gathers prompts in."""
     blocks = [-(-context // BLOCK_SIZE) for context in contexts]
     shape = (sum(blocks) + 1, layers, 2, heads.kv, BLOCK_SIZE)
     kv = random_fp8(shape, heads.dim, device) if fp8 else torch.empty((*shape, heads.dim), device=device, dtype=dtype)
@@ -80,7 +81,7 @@ def make_case(
             head_dim=heads.dim,
             dtype=dtype,
             device=device,
-            staging_tokens=max(1, sum(contexts[:prefill])),
+            staging_tokens=max(1, sum(contexts[:prefill])) if staged else 1,
         )
     meta = AttentionMeta(
         query_start=torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device),
@@ -111,11 +112,11 @@ def random_fp8(shape: Sequence[int], head_dim: int, device: torch.device) -> Ten
     return kv
 
 
-_LLAMA, _QWEN, _TINY = Heads(32, 8, 128), Heads(40, 8, 128), Heads(4, 2, 16)
+LLAMA, _QWEN, TINY = Heads(32, 8, 128), Heads(40, 8, 128), Heads(4, 2, 16)
 
 
 def run(check: Check) -> None:
-    models = {"Llama-3-8B": _LLAMA, "Qwen2.5-14B": _QWEN} if check.real else {"tiny": _TINY}
+    models = {"Llama-3-8B": LLAMA, "Qwen2.5-14B": _QWEN} if check.real else {"tiny": TINY}
     shapes = _SHAPES if check.real else ((3, 40),)
     for model, heads in models.items():
         for rows, context in shapes:
@@ -181,7 +182,7 @@ def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None
 
 def _scores(check: Check) -> dict[str, tuple[Heads, dict[str, Any]]]:
     """Return heads and options of attention by kind, of gpt-oss and of Gemma 2 9B."""
-    oss, gemma = (Heads(64, 8, 64), Heads(16, 8, 256)) if check.real else (_TINY, _TINY)
+    oss, gemma = (Heads(64, 8, 64), Heads(16, 8, 256)) if check.real else (TINY, TINY)
     return {
         "sinks": (oss, {"sinks": torch.linspace(-3.0, 6.0, oss.query, device=check.device)}),
         "caps": (gemma, {"softcap": 50.0}),

@@ -44,7 +44,7 @@ LAYOUTS = (
 
 
 def run(check: Check) -> None:
-    for product in _products(check):
+    for product in products_of(check):
         for rows in (1, 8, 16, 64, 256) if check.real else (1, 3):
             name = f"{product.name} {product.outputs} x {product.inputs}, {rows} rows"
             check.guard.item(name, partial(_measure, check, name, product, rows), 6)
@@ -53,13 +53,13 @@ def run(check: Check) -> None:
 def run_coded(check: Check) -> None:
     torch.manual_seed(13)
     for layout in LAYOUTS:
-        for product in _products(check):
+        for product in products_of(check):
             for rows in ((1, 16, 64, 256) if check.real else (1,)) if product.name != "head" else ():
                 name = f"{layout.name}: {product.name} {product.outputs} x {product.inputs}, {rows} rows"
                 check.guard.item(name, partial(_measure_coded, check, name, layout, product, rows), 6)
 
 
-def _products(check: Check) -> list[Product]:
+def products_of(check: Check) -> list[Product]:
     return products(read_geometry(shape_folder(check.folder / _MODEL, check.shape(_MODEL))))
 
 

@@ -18,7 +18,7 @@ from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, QWEN25_14B
 from cohort.services.bench.gpu_check.frame.guard import Guard
 from cohort.services.bench.gpu_check.frame.rates import matrix_elements, prefill_operations
 from cohort.services.bench.gpu_check.frame.report import Findings, Row, exit_status, read_rows, table
-from cohort.services.bench.gpu_check.kernels import attention, experts, matrices
+from cohort.services.bench.gpu_check.kernels import attention, experts, library, matrices
 
 CPU = torch.device("cpu")
 native.keep_in(cache_dir())
@@ -88,6 +88,7 @@ def test_bytes_and_operations_of_known_models(tmp_path: Path) -> None:
 
 SECTIONS: dict[str, Callable[[Check], None]] = {
     "attention": attention.run,
+    "library-products": library.run,
     "coded-products": matrices.run_coded,
     "coded-experts": experts.run,
     "batch-invariant": model.run_invariant,

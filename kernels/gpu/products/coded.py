@@ -16,7 +16,7 @@ from triton import knobs
 
 from cohort.kernels import code_dtypes
 from cohort.kernels.code_dtypes import as_bytes, inputs_of
-from cohort.kernels.gpu.attention.attention_tiles import product
+from cohort.kernels.gpu.attention.attention_tiles import number_of, product
 from cohort.kernels.gpu.plan import ExpertPlan, coded_plan
 from cohort.kernels.types import takes
 
@@ -35,12 +35,9 @@ E2M1 = tl.constexpr(3)
 
 @triton.jit
 def _number(byte, kind: tl.constexpr, CODE: tl.constexpr):
-    """Return what codes of 8 bits stand for, in the type of x; of E4M3 a 256th of it, which the scale makes good."""
+    """Return what codes of 8 bits stand for, in the type of x."""
     if CODE == E4M3:
-        # The same digits and exponent at their places in a float16, whose exponents count from 8 lower; subnormals too.
-        bits = byte.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        return half.to(tl.float16, bitcast=True).to(tl.float32).to(kind)
+        return number_of(byte, kind)
     return byte.to(tl.float32).to(kind)
 
 
@@ -117,8 +114,6 @@ def coded_sums(
         if CODE != E2M1:
             place = column.to(tl.int64) * GROUPS + deep // GROUP
             factor = tl.load(scales + place, mask=wanted, other=0.0)
-            if CODE == E4M3:
-                factor *= 256.0
             total += part * factor[None, :]
             if OFFSETS:
                 total += sums[:, None] * tl.load(offsets + place, mask=wanted, other=0.0)[None, :]

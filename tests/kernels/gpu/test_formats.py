@@ -1,7 +1,7 @@
 """Every family and format of checkpoint with a GPU's kernels: tiny models, loaded and recorded as a worker does.
 
-In float32 the tokens are transformers'. In the precision that is served, in which codes stay codes, log-probabilities of
-the likeliest tokens lie near those of the dequantised model in float32.
+In float32 the tokens are transformers'. In the precision that is served, in which codes stay codes, log-probabilities
+of the likeliest tokens lie near those of the dequantised model in float32.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 LARGEST = 0.5
-"""Error of a log-probability, in standard deviations of its position's logits: weights of these models are no numbers of
-bfloat16, and transformers' own error over them is as large."""
+"""Error of a log-probability, in standard deviations of its position's logits: weights of these models are no numbers
+of bfloat16, and transformers' own error over them is as large."""
 MIXTURES = ("mixtral", "moe", "gpt-oss", "deepseek")
 LATER = ("gpt-oss", "gemma3-images", "deepseek2", "deepseek2-groups", "deepseek3", "deepseek3-apart")
 
@@ -51,9 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @another_of_its_kind()
 @pytest.mark.parametrize("name", [*LEAN, *GENERIC, *LATER])
-def test_a_family_gives_transformers_tokens(
-    name: str, model_folder: Callable[[str], Path], every_kernel: None
-) -> None:
+def test_a_family_gives_transformers_tokens(name: str, model_folder: Callable[[str], Path], every_kernel: None) -> None:
     check_tokens(model_folder(name), "auto")
 
 

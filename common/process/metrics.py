@@ -208,6 +208,10 @@ class EngineMetrics:
             "decode_classes_recorded", "Batch sizes whose decode steps are recorded as CUDA graphs; 0 = none is"
         )
         self.out_of_memory = make.counter("out_of_memory_retries", "Batches halved because the device refused memory")
+        self.unstaged_rows = make.counter(
+            "prefill_rows_without_flash",
+            "Prefill rows left to slower attention: their step's contexts were too long to gather",
+        )
         self.kernel_compilations = make.counter(
             "kernel_compilations", "Variants of GPU kernels compiled after the worker was ready; should stay 0"
         )

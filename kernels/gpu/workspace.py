@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from cohort.kernels.gpu.plan import decode_plan
 
@@ -20,7 +21,7 @@ by one program a kv head, with the same bits. So this bounds memory, about as mu
 class Workspace:
     """Partial results of rows in parts, and room for the gathered keys and values of one layer's prefill rows."""
 
-    __slots__ = ("batch_invariant", "lse", "partial", "staging", "starts")
+    __slots__ = ("batch_invariant", "lse", "partial", "staging", "starts", "unstaged_of", "unstaged_rows")
 
     def __init__(
         self,
@@ -48,6 +49,15 @@ class Workspace:
         self.lse = torch.empty(levels * query_heads, dtype=torch.float32, device=device)
         self.staging = torch.empty((2, staging_tokens, kv_heads, head_dim), dtype=dtype, device=device)
         self.starts = torch.empty(starts, dtype=torch.int32, device=device)
+        self.unstaged_rows = 0
+        """Prefill rows that flash attention would have taken, had there been room to gather their contexts."""
+        self.unstaged_of: Tensor | None = None
+
+    def count_unstaged(self, rows: int, context_lens: Tensor) -> None:
+        """Count a step's prefill rows without room, once for all its layers: they share `context_lens`."""
+        if self.unstaged_of is not context_lens:
+            self.unstaged_of = context_lens
+            self.unstaged_rows += rows
 
 
 @cache

@@ -146,6 +146,11 @@ class DeviceSteps:
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
 
+    @property
+    def unstaged_rows(self) -> int:
+        """Prefill rows whose step's contexts were too long to be gathered for flash attention."""
+        return 0 if self._workspace is None else self._workspace.unstaged_rows
+
     def _made_workspace(self, max_step_tokens: int) -> Workspace:
         """Allocate the workspace; that of latents has no room to gather them, since flash attention takes none."""
         g = self._geometry

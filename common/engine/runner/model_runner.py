@@ -215,6 +215,11 @@ class ModelRunner:
         """Row counts whose decode steps are recorded; none on a processor, or if recording failed."""
         return () if self._device_steps is None else self._device_steps.decode.classes
 
+    @property
+    def unstaged_rows(self) -> int:
+        """Prefill rows whose step's contexts were too long for flash attention; 0 on a processor."""
+        return 0 if self._device_steps is None else self._device_steps.unstaged_rows
+
     def execute(self, batch: StepBatch) -> StepOutput:
         """Compute one step: write its tokens' KV, sample the next tokens of their rows."""
         return self.launch(batch).finish()

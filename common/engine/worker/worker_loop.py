@@ -125,7 +125,9 @@ class WorkerLoop:
         self._bus, self._clock, self._log = context.bus, context.clock, context.log
         self._warn_unexpected = RepeatedWarning(context.log, "message not for a worker")
         self._revises_predictions = config.predictor.refine_after_prefill  # the predictor does, given hidden states
-        self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.oom_retries)
+        self._metrics = WorkerMetrics(
+            context.metrics, machine, lambda: runner.oom_retries, lambda: runner.unstaged_rows
+        )
         if device.leaves_cpu_free:  # a GPU: decode steps of these batch sizes are recorded as CUDA graphs
             self._metrics.engine.decode_classes_recorded().set(len(runner.captured_batch_sizes))
         self._live_view = LiveView(context, machine, self._metrics.transfer)

@@ -32,6 +32,8 @@ class Snapshot:
     held_blocks: int
     quarantined_blocks: int
     oom_retries: int
+    unstaged_rows: int
+    """Prefill rows whose step's contexts were too long for flash attention."""
     kernel_compilations: int
     """Compilations since the worker was ready."""
     step_time_errors: dict[IterationKind, float]
@@ -87,6 +89,7 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("prefill_tokens_total", lambda s: s.counters.prefill_tokens, engine.prefill_tokens()),
         Stat("decode_tokens_total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
         Stat("", lambda s: s.oom_retries, engine.out_of_memory()),
+        Stat("", lambda s: s.unstaged_rows, engine.unstaged_rows()),
         Stat("", lambda s: s.kernel_compilations, engine.kernel_compilations()),
         Stat("planned_ahead_total", lambda s: s.counters.planned_ahead, engine.steps_ahead()),
         *(
@@ -136,14 +139,20 @@ def _of(totals: Callable[[Snapshot], Mapping[Any, float]], name: str, snapshot: 
 
 
 class WorkerMetrics:
-    def __init__(self, make: MetricFactory, machine: WorkerMachine, oom_retries: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        make: MetricFactory,
+        machine: WorkerMachine,
+        oom_retries: Callable[[], int],
+        unstaged_rows: Callable[[], int],
+    ) -> None:
         self.engine = EngineMetrics(make)
         self.engine.device(machine.setup.capacity.device).set(1)
         if (facts := machine.setup.capacity.engine) is not None:
             self.engine.engine_info(*msgspec.structs.astuple(facts)).set(1)
         self.transfer = TransferMetrics(make)
         self._machine = machine
-        self._oom_retries = oom_retries
+        self._oom_retries, self._unstaged_rows = oom_retries, unstaged_rows
         self._compiled_at_start = compiled_kernels.compilations()
         self._stats = stats(self.engine, self.transfer)
         self._exported: dict[int, float] = {}
@@ -198,9 +207,11 @@ class WorkerMetrics:
         errors: dict[IterationKind, float] = {
             kind: times.table.error_of(kind) if times is not None else 0.0 for kind in get_args(IterationKind)
         }
-        retries = self._oom_retries()
+        retries, unstaged = self._oom_retries(), self._unstaged_rows()
         compiled = compiled_kernels.compilations() - self._compiled_at_start
-        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, retries, compiled, errors)
+        return Snapshot(
+            stats, machine.counters, running, waiting, held, quarantined_blocks, retries, unstaged, compiled, errors
+        )
 
     def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
         for interface, policy in (

@@ -27,7 +27,10 @@ def flash_prefill(
     workspace, rows = meta.workspace, meta.num_prefill_rows
     if workspace is None or not flash_serves(query) or rows >= len(workspace.starts):
         return False
-    if not 0 < meta.prefill_context <= workspace.staging.shape[1]:
+    if meta.prefill_context == 0:
+        return False
+    if meta.prefill_context > workspace.staging.shape[1]:
+        workspace.count_unstaged(rows, meta.context_lens)
         return False
     keys, values = stage(kv, layer, meta, workspace.staging, workspace.starts)
     longest = meta.max_context_len or meta.block_tables.shape[1] * meta.block_size

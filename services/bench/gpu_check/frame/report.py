@@ -195,7 +195,7 @@ class Results:
         if self._facts.get("dry_run"):
             lines += ["Dry run on the processor with tiny shapes: no metric below is a measurement.", ""]
         lines += [f"State: {self.state}, {self.seconds} s.", "", "```"]
-        lines += [f"{s.section:<16}{s.state}, {s.seconds:.0f} of {s.limit_s:.0f} s" for s in self.sections]
+        lines += [f"{s.section:<24}{s.state}, {s.seconds:.0f} of {s.limit_s:.0f} s" for s in self.sections]
         return "\n".join([*lines, "", table(self.rows), "```", ""])
 
     def _packed(self) -> bytes:

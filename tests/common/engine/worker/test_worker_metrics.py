@@ -18,7 +18,7 @@ from tests.common.machines.worker.test_learned_by_worker import run_one
 
 def test_the_error_of_learned_iteration_times_is_exported_by_kind() -> None:
     registry, worker = CollectorRegistry(), machine(Role.UNIFIED)
-    metrics = WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0)
+    metrics = WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0, lambda: 0)
     before = metrics.heartbeat(worker.stats(0), 0)
     assert before["step_time_error_prefill"] == before["step_time_error_mixed"] == 0.0
     for number in range(30):
@@ -39,7 +39,7 @@ def test_what_a_worker_computes_with_is_a_metric() -> None:
     facts = EngineFacts("NVIDIA H200", "9.0", "bfloat16", "triton", "triton split-KV", "torch flash")
     capacity = msgspec.structs.replace(worker.setup.capacity, engine=facts)
     worker.setup = msgspec.structs.replace(worker.setup, capacity=capacity)
-    WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0)
+    WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0, lambda: 0)
     labels = {"model_name": "m", "instance": "unified", **msgspec.to_builtins(facts)}
     assert registry.get_sample_value("cohort_worker_engine", labels) == 1
 
@@ -60,9 +60,19 @@ def test_kernels_compiled_after_the_worker_was_ready_are_counted(monkeypatch: py
     compiled = [17]  # while it warmed up
     monkeypatch.setattr(compiled_kernels, "compilations", lambda: compiled[0])
     registry, worker = CollectorRegistry(), machine(Role.UNIFIED)
-    metrics = WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0)
+    metrics = WorkerMetrics(MetricFactory(registry, model_name="m", instance="unified"), worker, lambda: 0, lambda: 0)
     labels = {"model_name": "m", "instance": "unified"}
     for total, later in ((17, 0), (19, 2), (19, 2)):
         compiled[0] = total
         metrics.export(worker.stats(0), 0)
         assert registry.get_sample_value("cohort_kernel_compilations_total", labels) == later
+
+
+def test_prompts_without_flash_attention_are_counted() -> None:
+    registry, worker, rows = CollectorRegistry(), machine(Role.UNIFIED), [0]
+    make = MetricFactory(registry, model_name="m", instance="unified")
+    metrics = WorkerMetrics(make, worker, lambda: 0, lambda: rows[0])
+    for rows[0] in (0, 3, 3, 5):
+        metrics.export(worker.stats(0), 0)
+        labels = {"model_name": "m", "instance": "unified"}
+        assert registry.get_sample_value("cohort_prefill_rows_without_flash_total", labels) == rows[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -343,6 +345,20 @@ class TestFlashPrefill:
         tokens = 20 + 13 + 2
         assert_close(out[:tokens].cpu(), step.expected(sliding_window)[:tokens])
         assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
+
+    @pytest.mark.parametrize("room", [83, 84])
+    def test_rows_without_room_are_counted_once_a_step(self, make_gpu_step, room):
+        """By whichever of its layers; contexts that nobody knows count nothing."""
+        step = make_gpu_step(MIXED, dtype=torch.bfloat16)
+        meta, out = step.meta, torch.empty_like(step.query)
+        meta.workspace, unknown = workspace_for(step, staging_tokens=room), meta.prefill_context
+        assert unknown == 0 and not prefill.flash_prefill(step.query, step.kv, 0, meta, step.scale, out, 0)
+        for step_number in (1, 2):
+            meta.prefill_context, meta.context_lens = 20 + 45 + 19, meta.context_lens.clone()
+            for layer in range(2):
+                of_layer = replace(meta, block_tables=meta.block_tables.clone())
+                assert prefill.flash_prefill(step.query, step.kv, layer, of_layer, step.scale, out, 0) == (room == 84)
+            assert meta.workspace.unstaged_rows == (0 if room == 84 else 3 * step_number)
 
     def test_staged_rows_are_the_dense_ones(self, make_gpu_step):
         step = make_gpu_step(MIXED, directions="mixed", head_dim=24)

@@ -206,6 +206,7 @@ class LinkPair:
             address = b""
         if not address:
             child.kill()
+            await child.wait()
             await link.close()
             raise TransferError(f"{name}: the sending process did not start")
         return cls(name, link, child, ends.memory)

@@ -47,7 +47,9 @@ STARTED = (  # with -m, by `pipeline`, `kv_transfer` and the runner, or by what 
     "cohort.common.transport.ucx_link",
     "cohort.kernels.cpu.build",
 )
-LATE = ("llguidance.gbnf_to_lark", "safetensors.torch", "tokenizers", "uvloop")  # within functions
+LATE = (  # within functions
+    *("compressed_tensors.quantization", "llguidance.gbnf_to_lark", "safetensors.torch", "tokenizers", "uvloop"),
+)
 IMPORT = """
 import importlib, sys
 for name in sys.argv[1:]:

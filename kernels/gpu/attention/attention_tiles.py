@@ -36,7 +36,7 @@ def number_of(code, kind: tl.constexpr):
 
 @triton.jit
 def converted_number(code, kind: tl.constexpr):
-    """`number_of` by the device's instruction, two codes at a time; through float16, since it makes nothing else."""
+    """Return `number_of` by the device's instruction, two codes at a time; through float16: it makes nothing else."""
     half = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     if kind == tl.float16:
         return half
@@ -45,8 +45,8 @@ def converted_number(code, kind: tl.constexpr):
 
 @triton.jit
 def moved_number(code, kind: tl.constexpr):
-    """`number_of` by arithmetic: the same digits and exponent at their places in a float16 have exponents that count
-    from 8 lower."""
+    """Return `number_of` by arithmetic: the same digits and exponent at their places in a float16 have exponents that
+    count from 8 lower."""
     bits = code.to(tl.uint16)
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0).to(kind)

@@ -1,7 +1,7 @@
 """Sections: whole pipelines on the one device under `cohort bench`, each with a timeline of its workers under load.
 
 pipeline                 the default preset, one worker, 64 users: greedy, then sampled; what to hold against others
-pipeline-unified         the same under the simplest preset
+pipeline-unified         greedy alone, under the simplest preset
 pipeline-disaggregated   prefill and decode worker sharing the device, a model of four layers. KV must travel; the two
                          workers' kernels take turns, so their speed says nothing about two devices
 
@@ -39,17 +39,17 @@ _SAMPLED = '{"temperature": 0.8, "top_p": 0.95}'
 
 
 def run_default(check: Check) -> None:
-    check.guard.item("cohort", lambda: _alone(check, "cohort"), 150)
+    check.guard.item("cohort", lambda: _one_worker(check, "cohort", sampled=True), 150)
 
 
 def run_unified(check: Check) -> None:
-    check.guard.item("unified", lambda: _alone(check, "unified"), 150)
+    check.guard.item("unified", lambda: _one_worker(check, "unified", sampled=False), 150)
 
 
-def _alone(check: Check, preset: str) -> None:
+def _one_worker(check: Check, preset: str, *, sampled: bool) -> None:
     load = Load(64, 256 if check.alone else 128, 512, 128) if check.real else Load(2, 4, 24, 6)
     model = shape_folder(check.folder / _MODEL, check.shape(_MODEL))
-    _pipeline(check, preset, model, load, kv_bytes=_KV_BYTES, sampled=True)
+    _pipeline(check, preset, model, load, kv_bytes=_KV_BYTES, sampled=sampled)
 
 
 def run_disaggregated(check: Check) -> None:

@@ -48,11 +48,11 @@ PLANS = {
     "B": Plan(
         240,
         {
-            "device": 20,  # the rates that every bound is made of
-            "model-8b": 75,  # one load: decode, gaps, sampler, mixed steps, prefill
-            "products": 20,  # the matrix products alone; the model's memory is free again by then
-            "pipeline": 55,  # the default preset: the figure to hold against another server
+            "device": 15,  # the rates that every bound is made of
+            "pipeline": 75,  # the default preset: the figure to hold against another server; whole or not at all
             "pipeline-unified": 45,  # one queue, one worker
+            "model-8b": 65,  # one load: decode, gaps, sampler, mixed steps, prefill; item by item
+            "products": 15,  # the matrix products alone
         },
     ),
     "C": Plan(

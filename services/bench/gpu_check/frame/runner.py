@@ -119,6 +119,8 @@ def _prepare(options: argparse.Namespace, plan: Plan, work: Path, started_s: flo
         raise _Refused(f"--cache: {error}") from error
     width = (os.cpu_count() or 1) if plan.together else 1
     environment = _environment(options.dry_run, work, kernels, paths)
+    if options.cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(kernels / "triton")
     if plan.together:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, width // len(plan.seconds))))
     if (reason := refusal(environment, dry_run=options.dry_run)) != "":
@@ -138,7 +140,7 @@ def _environment(dry_run: bool, work: Path, kernels: Path, paths: list[str]) -> 
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     environment["PYTHONUNBUFFERED"] = "1"
     environment["HF_HUB_OFFLINE"] = environment["TRANSFORMERS_OFFLINE"] = "1"
-    environment["TRITON_CACHE_DIR"] = str(kernels / "triton")
+    environment.setdefault("TRITON_CACHE_DIR", str(kernels / "triton"))
     if dry_run:  # there the cache folder's kernels serve as they are
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["TRITON_INTERPRET"] = "1"

@@ -42,7 +42,7 @@ _CHANNEL, _BLOCKS, _FOUR_BITS = matrices.LAYOUTS[3], matrices.LAYOUTS[1], matric
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two that are compared: `call` over weights of `size` bytes that `make` makes."""
+    """Form of a product that is compared: `call` over weights of `size` bytes that `make` makes."""
 
     size: int
     make: Callable[[], Any]
@@ -144,7 +144,7 @@ def _by_channel(check: Check, name: str, product: Product, rows: int) -> None:
 
 
 def _by_blocks(check: Check, name: str, product: Product, rows: int) -> None:
-    """Scales of x lie by groups, those of the weight [groups, outputs / 128] by outputs: cuBLASLt's layouts."""
+    """Compare FP8 by blocks; x's scales lie group after group, the weight's output after output: cuBLASLt's layouts."""
     codes, x, ours = _ours(check, _BLOCKS, product, rows)
     x8, x_scales = rounded(x, codes.even_group)
     x_scales = x_scales.t().contiguous().t()
@@ -165,7 +165,7 @@ def _rounding(check: Check, x: Tensor, group: int) -> str:
 
 
 def _in_16_bits(layout: matrices.Layout, check: Check, name: str, product: Product, rows: int) -> None:
-    """Against a weight that is made anew from its codes, whole, before each product."""
+    """Compare with a weight that is made anew from its codes, whole, before each product."""
     codes, x, ours = _ours(check, layout, product, rows)
     groups = codes.scales.shape[1]
     scales = codes.scales.to(check.dtype).unsqueeze(2)
@@ -196,7 +196,7 @@ def _four_bits(check: Check, name: str, product: Product, rows: int) -> None:
 
 
 def _mixture(check: Check, name: str, layout: experts.Layout | None, tokens: int) -> None:
-    """Our experts, in 16 bits or codes, against a sort by expert and two products of groups in 16 bits."""
+    """Compare experts, in 16 bits or codes, with a sort by expert and two products of groups in 16 bits."""
     whole = experts.layouts(check.real)[0]
     mixture = whole.mixture
     x, chosen = experts.routed(mixture, tokens, check.device, check.dtype)
@@ -229,7 +229,7 @@ def _numbers(weights: experts.Weights, dtype: torch.dtype) -> experts.Weights:
 
 
 def _prompt(check: Check, name: str, tokens: int, backend: SDPBackend, own: bool) -> None:
-    """A prompt over the paged cache, with the gathering that flash attention takes, or by our kernel."""
+    """Compare a prompt over the paged cache, with the gathering that flash attention takes, or by our kernel."""
     heads = attention.LLAMA if check.real else attention.TINY
     case = attention.make_case(check.device, check.dtype, heads, [tokens], [tokens], staged=not own)
     out = torch.empty_like(case.query)

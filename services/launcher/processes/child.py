@@ -109,7 +109,7 @@ class Child(Running):
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes below this one whose own parent ends."""
+    """Make this process the parent of those below it whose own parent ends."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

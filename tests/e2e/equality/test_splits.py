@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.clients.test_embeddings import with_modules
 from tests.e2e.equality.golden import Golden
 from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Pipeline
@@ -67,12 +68,14 @@ class SplitPipeline(Pipeline):
                 env={**os.environ, "COHORT_TEST_SPLITS": ",".join(PLACES)},
             )
 
-    def post(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def post(
+        self, body: dict[str, Any], path: str = "/v1/completions", answers: str = "choices"
+    ) -> list[dict[str, Any]]:
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120) as response:
-            return list(json.loads(response.read())["choices"])
+            return list(json.loads(response.read())[answers])
 
 
 def told(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -85,7 +88,8 @@ def scores(choices: list[dict[str, Any]]) -> list[float]:
 
 
 def test_every_split_gives_the_same_answer(tmp_path: Path, small_model: Path) -> None:
-    pipeline = SplitPipeline(tmp_path, small_model, {"engine": {"prefill_chunk": 8}}, preset="dynaserve")
+    model = with_modules(small_model, tmp_path / "model", "mean_tokens")
+    pipeline = SplitPipeline(tmp_path, model, {"engine": {"prefill_chunk": 8}}, preset="dynaserve")
     with pipeline:
         handed_over, greedy = 0, ""
         for name, asked in REQUESTS.items():
@@ -100,6 +104,10 @@ def test_every_split_gives_the_same_answer(tmp_path: Path, small_model: Path) ->
             handed_over += 4
             greedy = greedy or answers[0][0]["text"]
             assert "stop" not in asked or answers[0][0]["finish_reason"] == "stop"
+        vectors = [pipeline.post({"input": PROMPT}, "/v1/embeddings", "data")[0]["embedding"] for _ in PLACES]
+        for place, vector in zip(PLACES, vectors, strict=True):
+            assert vector == pytest.approx(vectors[0], abs=1e-5), f"a mean, split at {place}"
+        handed_over += 2  # within the prompt
         pipeline.wait_told(*pipeline.config.instance_roles)
         taken = sum(_transfers(pipeline, worker) for worker in pipeline.config.instance_roles)
         assert taken >= 2 * handed_over  # both ends count one

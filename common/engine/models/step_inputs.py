@@ -43,7 +43,7 @@ class StepInputs:
     state_index: Tensor | None = None
     """int64 [N] flat index of the tokens whose final states are wanted, beside any logits; None = of none."""
     states: Tensor | None = None
-    """Final states [N, hidden] of these tokens, once the forward has run."""
+    """States [N, hidden] of these tokens, once the forward has run."""
 
     def of_layer(self, index: int) -> tuple[int, Tensor, AttentionMeta]:
         """Return which layer of its blocks this one is, and the slots and rows of its group."""

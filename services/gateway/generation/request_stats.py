@@ -28,8 +28,8 @@ class RequestStats:
         self.traffic: TrafficReport | None = None
         """Report for the planner; None without one (section `planner`)."""
         self.looked_up_tokens = self.cached_tokens = self.preemptions = 0
-        """Prompt tokens of requests that had a first token, those found in a prefix cache, times they were preempted.
-        Workers export the same as metrics; here they are of this gateway's requests (`vllm_names.py`)."""
+        """Counts of requests that had a first token: prompt tokens, those found in a prefix cache, preemptions. Workers
+        export the same as metrics; here they are of this gateway's requests (`vllm_names.py`)."""
         self._metrics = metrics
         self._log = log
         self._dropped_tokens = self._default_predictions = 0

@@ -28,7 +28,8 @@ def converts_e4m3():
 
 @triton.jit
 def number_of(code, kind: tl.constexpr):
-    """Return what a byte of E4M3 stands for without its scale, in `kind`, which holds it exactly. NaN stays NaN."""
+    """Return what a byte of E4M3 stands for without its scale, in `kind`, which holds it exactly. NaN is NaN where the
+    device converts, else 480: rows of a cache that hold one have a scale that is NaN, and weights hold none."""
     if converts_e4m3():
         return converted_number(code, kind)
     return moved_number(code, kind)
@@ -49,7 +50,10 @@ def moved_number(code, kind: tl.constexpr):
     count from 8 lower."""
     bits = code.to(tl.uint16)
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0).to(kind)
+    half *= 256.0
+    if kind == tl.float16:
+        return half
+    return half.to(tl.float32).to(kind)
 
 
 @triton.jit

@@ -30,7 +30,9 @@ class Plan:
 PLANS = {
     "A": Plan(
         180,
-        {  # the longest first: they are under way while others wait for a core
+        {
+            "device": 40,  # versions, tools, memory
+            # the longest first: they are under way while others wait for a core
             "pipeline": 155,  # the default preset end to end, 64 users: what `docker compose up` gives
             "pipeline-disaggregated": 155,  # two workers on the device: KV must travel
             "kernels": 155,  # the shapes that are served, against the reference
@@ -41,7 +43,6 @@ PLANS = {
             "smoke": 120,  # recorded steps against others, sampling against the processor's
             "golden": 120,  # token for token against transformers
             "kv-transfer": 90,  # two processes, each link
-            "device": 40,  # versions, tools, memory
         },
         together=True,
     ),

@@ -1,10 +1,10 @@
 """Prove and measure Cohort on a machine with an NVIDIA GPU: three plans of three or four minutes, no network.
 
-    scripts/gpu_check --plan A --wheels wheels --cache cache --keep-cache --out results-a   # does it work at all
-    scripts/gpu_check --plan B --wheels wheels --cache cache --out results-b                # how fast is it
-    scripts/gpu_check --plan C --wheels wheels --cache cache --out results-c                # the rest
-    scripts/gpu_check --only kernels golden                                                 # sections of any plan
-    scripts/gpu_check --plan A --dry-run                        # no GPU: every section with tiny shapes
+    scripts/gpu_check --plan A --wheels wheels --cache gpu-cache --keep-cache --out results-a   # does it work at all
+    scripts/gpu_check --plan B --wheels wheels --cache gpu-cache --out results-b                # how fast is it
+    scripts/gpu_check --plan C --wheels wheels --cache gpu-cache --out results-c                # the rest
+    scripts/gpu_check --only kernels golden            # sections of any plan
+    scripts/gpu_check --plan A --dry-run               # no GPU: every section with tiny shapes
 
 Runs under any Python 3.11 or 3.12 that holds torch, triton and transformers; all other packages come from the folder of
 wheels that `scripts/gpu_pack` made. Every section runs in a process of its own with a deadline, every item of a section

@@ -45,6 +45,6 @@ def test_deadlines_side_by_side_count_from_the_set_up() -> None:
 
 def test_named_sections_keep_the_plans_order() -> None:
     plan = plan_of("A", ["tests", "kernels", "device"])
-    assert list(plan.seconds) == ["kernels", "device", "tests"] and not plan.together
+    assert list(plan.seconds) == ["device", "kernels", "tests"] and not plan.together
     assert plan.seconds["device"] == PLANS["A"].seconds["device"]  # the longest that a plan gives it
     assert plan.total_s == SETUP_S + sum(plan.seconds.values()) + CLOSING_S

@@ -288,11 +288,11 @@ def _run_sections(sections: Sequence[tuple[str, float]], together: bool, run: Ru
                 begun = _begin(*waiting.pop(0), together, run, results)
                 running += [] if begun is None else [begun]
             over = [section for section in running if section.over]
-            running = [section for section in running if section not in over]
-            if any([section.look() for section in (*running, *over)]) and not over:
+            if any([section.look() for section in running]) and not over:
                 results.write()
             if over:
                 _finish(over, results)
+                running = [section for section in running if section not in over]
             elif running:
                 _wait(running[0].process, _POLL_S)
     finally:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from tests.browser.chromium import Tab, binary, browser
 from tests.browser.recorded import ENDED, MARKUP, Recorded, served
-from tests.services.gateway.conftest import OpenSite, model_dir, open_site  # noqa: F401
 
 pytestmark = [
     pytest.mark.slow,
@@ -165,27 +163,3 @@ async def test_thousands_of_requests_and_blocks_are_drawn(tab: Tab) -> None:
         heights = "[...document.querySelectorAll('#workers canvas')].map(canvas => canvas.clientHeight)"
         assert all(20 < height <= 220 for height in await tab.evaluate(heights))
         assert tab.errors == []
-
-
-async def test_the_chat_streams_from_the_gateway_it_came_from(tab: Tab, open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
-    async with open_site(f"A reply {MARKUP}", api_keys=("secret",)) as site:
-        await tab.size(390, 844, phone=True)
-        await tab.open(f"{site.url}/chat")
-        await tab.until("document.querySelector('.hello')")
-        await tab.until("document.querySelector('#model').textContent === 'asks for an API key'")
-        tab.errors.clear()  # the 401 that was asked for
-        assert await tab.evaluate(OVERFLOW) == 0
-        await tab.evaluate("document.querySelector('#words').focus()")
-        await tab.call("Input.insertText", text="Hello")
-        send = {"type": "keyDown", "key": "Enter", "text": "\r", "windowsVirtualKeyCode": ENTER}
-        await tab.call("Input.dispatchKeyEvent", **send)
-        await tab.until("document.querySelector('.turn.error')")  # without its key
-        await tab.evaluate("document.querySelector('#key').value = 'secret'")
-        await tab.evaluate("document.querySelector('#words').focus()")
-        await tab.call("Input.insertText", text="Hello again")
-        await tab.call("Input.dispatchKeyEvent", **send)
-        await tab.until("document.querySelectorAll('.turn.assistant .meta:not([hidden])').length === 1", 20.0)
-        said = await tab.evaluate("[...document.querySelectorAll('.turn.assistant')].at(-1).textContent")
-        assert said.startswith(f"A reply {MARKUP}") and "first token after" in said
-        assert await tab.evaluate("document.querySelectorAll('.turn img').length") == 0
-        assert await tab.evaluate("document.querySelectorAll('.turn.user').length") == 2

@@ -1,9 +1,12 @@
-// A conversation with the model through the API of the server that this page came from. Kept in memory only.
+// A conversation with the model through the API of the server that this page came from. A reload keeps it, a new tab
+// begins another one.
 import { byId, h } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
+import { copyButton, markdown } from "./markdown.js";
 
 const TRIES = ["Why is the sky blue?", "Write four lines about the sea."];
-let turns = [], running = null, model = "";
+const KEPT = ["system", "temperature", "tokens", "class"];
+let turns = [], running = null;
 
 const headers = () => {
   const key = byId("key").value.trim();
@@ -11,23 +14,56 @@ const headers = () => {
     ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 };
 
-async function findModel() {
+async function findModels() {
+  const chosen = byId("model").value;
+  let names = [], why = "";
   try {
     const answer = await fetch("/v1/models", { headers: headers() });
-    if (!answer.ok) return void (byId("model").textContent = answer.status === 401 ? "asks for an API key" : "");
-    model = (await answer.json()).data[0]?.id ?? "";
-    byId("model").textContent = model;
+    if (answer.ok) names = (await answer.json()).data.map(each => each.id);
+    else why = answer.status === 401 ? "asks for an API key" : `HTTP ${answer.status}`;
   } catch {
-    byId("model").textContent = "the gateway does not answer";
+    why = "the gateway does not answer";
   }
+  byId("model").replaceChildren(...names.map(name => h("option", { selected: name === chosen }, name)),
+    ...(why ? [h("option", { value: "" }, why)] : []));
+  byId("model").disabled = names.length < 2;
 }
 
-function bubble(role, text, kind = "") {
-  const words = document.createTextNode(text), meta = h("span", { class: "meta", hidden: true });
-  const node = h("div", { class: `turn ${role} ${kind}` }, words, meta);
-  byId("talk").append(node);
-  byId("talk").scrollTop = byId("talk").scrollHeight;
-  return { node, words, meta };
+/** Put the turn on the page. Returns what draws an answer anew as it grows. */
+function show(turn) {
+  const talk = byId("talk"), node = h("article", { class: `turn ${turn.role}` });
+  talk.querySelector(".hello")?.remove();
+  talk.append(node);
+  talk.scrollTop = talk.scrollHeight;
+  if (turn.role === "user") return void node.append(turn.content);
+  const summary = h("summary"), thoughts = h("div", { class: "plain" }), folded = h("details", {}, summary, thoughts);
+  const said = h("div", { class: "said" }), problem = h("p", { class: "problem" }), meta = h("span");
+  const foot = h("footer", {}, meta, copyButton(() => turn.content));
+  node.append(folded, said, problem, foot);
+  return () => {
+    const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80, going = !turn.meta && !turn.error;
+    node.ariaBusy = String(going);
+    node.classList.toggle("waiting", going && !turn.content && !turn.reasoning);
+    folded.hidden = !turn.reasoning;
+    summary.textContent = turn.content || !going ? "Reasoning" : "Reasoning …";
+    if (thoughts.textContent !== turn.reasoning) thoughts.textContent = turn.reasoning;
+    replace(said, turn.content ? markdown(turn.content) : []);
+    problem.hidden = !turn.error;
+    problem.textContent = turn.error;
+    foot.hidden = going || !turn.content;
+    meta.textContent = turn.meta;
+    if (atEnd) talk.scrollTop = talk.scrollHeight;
+  };
+}
+
+/** Put new children in place of old ones, but leave those that are the same: what is selected in them stays so. */
+function replace(parent, children) {
+  children.forEach((child, index) => {
+    const old = parent.children[index];
+    if (!old) parent.append(child);
+    else if (!old.isEqualNode(child)) old.replaceWith(child);
+  });
+  while (parent.children.length > children.length) parent.lastElementChild.remove();
 }
 
 function greet() {
@@ -38,6 +74,22 @@ function greet() {
   });
   byId("talk").replaceChildren(h("div", { class: "hello" }, h("b", {}, "Try the model"),
     "What you write is sent to this server's chat completions, as any client would.", h("div", {}, tries)));
+}
+
+function keep() {
+  const settings = Object.fromEntries(KEPT.map(id => [id, byId(id).value]));
+  try { sessionStorage.setItem("chat", JSON.stringify({ turns, settings })); } catch { /* full, or forbidden */ }
+}
+
+function restore() {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem("chat")) ?? {};
+    for (const [id, value] of Object.entries(kept.settings ?? {})) byId(id).value = value;
+    turns = kept.turns ?? [];
+  } catch { turns = []; }
+  if (turns.at(-1)?.content === "") turns.splice(-2); // left before its answer began
+  if (!turns.length) greet();
+  for (const turn of turns) show({ ...turn, error: turn.error || (turn.meta ? "" : "Interrupted.") })?.();
 }
 
 /** The data of server-sent events, as they come. */
@@ -61,60 +113,64 @@ async function refusal(answer) {
   return after ? `${why} (again in ${after} s)` : why;
 }
 
+function asked() {
+  const system = byId("system").value.trim(), messages = turns.slice(0, -1).map(({ role, content }) => ({ role, content }));
+  const body = { model: byId("model").value, stream: true, stream_options: { include_usage: true },
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages };
+  for (const [field, id] of [["temperature", "temperature"], ["max_tokens", "tokens"]])
+    if (byId(id).value !== "") body[field] = Number(byId(id).value);
+  return JSON.stringify(body);
+}
+
 async function send(text) {
   if (running || !text.trim()) return;
-  document.querySelector(".hello")?.remove();
-  turns.push({ role: "user", content: text });
-  bubble("user", text);
-  const reply = bubble("assistant", "…", "waiting");
+  const turn = { role: "assistant", content: "", reasoning: "", meta: "", error: "" };
+  turns.push({ role: "user", content: text }, turn);
+  show(turns.at(-2));
+  const draw = show(turn);
+  draw();
   busy(new AbortController());
-  const began = performance.now();
-  let said = "", first = null, usage = null, cohort = null, error = "";
+  const { signal } = running, began = performance.now(), talk = turns;
+  let first = null, usage = null, request = null, reason = "", frame = 0;
   try {
-    if (!model) await findModel();
-    const answer = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), signal: running.signal,
-      body: JSON.stringify({ model, messages: turns, stream: true, stream_options: { include_usage: true },
-        max_tokens: Number(byId("tokens").value) || 256 }) });
+    if (!byId("model").value) await findModels();
+    const answer = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), signal, body: asked() });
     if (!answer.ok) throw new Error(await refusal(answer));
     for await (const data of events(answer.body)) {
       if (data === "[DONE]") break;
-      const chunk = JSON.parse(data);
+      const chunk = JSON.parse(data), choice = chunk.choices?.[0];
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
-      cohort = chunk.cohort ?? cohort;
-      const piece = chunk.choices?.[0]?.delta?.content;
-      if (!piece) continue;
+      request = chunk.cohort?.requests[0] ?? request;
+      reason = choice?.finish_reason ?? reason;
+      if (!choice?.delta.content && !choice?.delta.reasoning_content) continue;
       first ??= performance.now();
-      said += piece;
-      reply.node.classList.remove("waiting");
-      reply.words.data = said;
-      byId("talk").scrollTop = byId("talk").scrollHeight;
+      turn.content += choice.delta.content ?? "";
+      turn.reasoning += choice.delta.reasoning_content ?? "";
+      frame ||= requestAnimationFrame(() => { frame = 0; draw(); });
     }
   } catch (failure) {
-    error = failure.name === "AbortError" ? "stopped" : failure.message;
+    turn.error = (signal.aborted ? signal.reason : failure).message;
   }
-  finish(reply, { said, first, usage, cohort, error, began });
-}
-
-function finish(reply, { said, first, usage, cohort, error, began }) {
-  const failed = error && error !== "stopped";
-  reply.node.classList.toggle("error", Boolean(failed));
-  reply.node.classList.remove("waiting");
-  reply.words.data = said || (failed ? error : error ? "(stopped)" : "(nothing)");
-  const tokens = usage?.completion_tokens, took = first === null ? 0 : (performance.now() - first) / 1000;
-  reply.meta.textContent = [first === null ? "" : `first token after ${seconds((first - began) / 1000)}`,
-    tokens ? `${count(tokens)} tokens` : "", tokens > 1 && took > 0 ? `${rate((tokens - 1) / took)} tokens/s` : "",
-    cohort?.instances?.join(" → ") ?? "", cohort?.best_effort ? "served as best-effort" : "", said && error ? error : ""]
+  const tokens = usage?.completion_tokens, took = (performance.now() - first) / 1000;
+  turn.meta = [first === null ? "" : `first token after ${seconds((first - began) / 1000)}`, tokens ? `${count(tokens)} tokens` : "",
+    tokens > 1 ? `${rate((tokens - 1) / took)} tokens/s` : "", request?.instances.join(" → "),
+    request?.best_effort ? "served as best effort" : "", reason === "length" ? "cut off at the most tokens" : ""]
     .filter(Boolean).join(" · ");
-  reply.meta.hidden = !reply.meta.textContent;
-  if (said) turns.push({ role: "assistant", content: said });
-  else turns.pop(); // what was not answered is no part of the conversation
+  if (!turn.content && !turn.error) turn.error = turn.reasoning ? "There was no answer after the reasoning." : "The answer is empty.";
+  draw();
+  if (talk !== turns) return; // another chat was begun meanwhile
+  if (!turn.content) { // what was not answered is no part of the conversation
+    turns.splice(-2);
+    byId("words").value ||= text;
+  }
   busy(null);
+  keep();
 }
 
 function busy(controller) {
   running = controller;
-  byId("send").disabled = Boolean(controller);
+  byId("send").hidden = Boolean(controller);
   byId("stop").hidden = !controller;
 }
 
@@ -131,8 +187,20 @@ byId("words").addEventListener("keydown", event => {
     byId("say").requestSubmit();
   }
 });
-byId("stop").addEventListener("click", () => running?.abort());
-byId("clear").addEventListener("click", () => { running?.abort(); turns = []; greet(); byId("words").focus(); });
-byId("key").addEventListener("change", findModel);
-greet();
-findModel();
+byId("stop").addEventListener("click", () => running?.abort(new Error("Stopped.")));
+byId("clear").addEventListener("click", () => {
+  running?.abort();
+  busy(null);
+  turns = [];
+  keep();
+  greet();
+  byId("words").focus();
+});
+byId("key").addEventListener("change", findModels);
+byId("settings").addEventListener("change", keep);
+addEventListener("pagehide", () => {
+  running?.abort(new Error("Interrupted."));
+  keep();
+});
+restore();
+findModels();

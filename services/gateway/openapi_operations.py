@@ -176,7 +176,7 @@ _chat_chunk = _with(Answer, "ChatCompletionChunk", choices=list[_chat_chunk_choi
 _file_list = _with(Page, "FileList", data=list[FileObject])
 _batch_list = _with(Page, "BatchList", data=list[BatchObject])
 
-_QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_QUESTION = {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]}
 _one = RESPONSES_PATH + "/{id}"
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -239,7 +239,7 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=_GENERATE,
         parameters=(*_KIND_AND_SLO, _RESUME),
         links=("getResponse", "deleteResponse", "listInputItems", "cancelResponse"),
-        example={"input": "What is the capital of France?", "max_output_tokens": 8},
+        example={"input": "What is the capital of Japan?", "max_output_tokens": 8},
     ),
     Operation(
         "getResponse",

@@ -241,7 +241,7 @@ def ready_text(config: Config) -> str:
     body: dict[str, object] = {"model": model}
     if has_chat_template(Path(config.model.path)):
         path = "/v1/chat/completions"
-        body["messages"] = [{"role": "user", "content": "Name three colours of the sea."}]
+        body["messages"] = [{"role": "user", "content": "What is the capital of Japan?"}]
     else:
         path = "/v1/completions"
         body["prompt"] = "The colours of the sea are"

@@ -4,7 +4,7 @@ import { byId, h } from "./dom.js";
 import { count, rate, seconds } from "./format.js";
 import { copyButton, markdown } from "./markdown.js";
 
-const TRIES = ["Why is the sky blue?", "Write four lines about the sea."];
+const TRIES = ["What is the capital of Japan?", "Write four lines about the sea."];
 const KEPT = ["system", "temperature", "tokens", "class"];
 let turns = [], running = null;
 

@@ -40,11 +40,12 @@ def page_routes(folder: Path, *, index_at: str, files_under: str) -> list[web.Ro
     routes = []
     for name, path in files.items():
         where = index_at if name == "index.html" else files_under + name
-        routes.append(web.get(where, _serves(path.read_bytes(), _TYPES[path.suffix])))
+        routes.append(web.get(where, serves(path.read_bytes(), _TYPES[path.suffix])))
     return routes
 
 
-def _serves(data: bytes, content_type: str) -> _Handler:
+def serves(data: bytes, content_type: str) -> _Handler:
+    """Return the handler of one file, or of a page that is made at start."""
     etag = hashlib.sha256(data).hexdigest()[:32]
     # The browser asks every time whether its copy is still good: a page and its modules always fit together.
     headers = {**SECURITY_HEADERS, "Content-Security-Policy": CONTENT_POLICY, "Cache-Control": "no-cache"}

@@ -1,12 +1,11 @@
 """`/openapi.json`, and `/docs` to read it: what the API takes and gives, from the structs that parse and answer.
 
 A field is documented because it is parsed. `openapi_operations.py` lists operations and their errors. Both are made at
-start; the page is plain HTML without scripts. Called by aiohttp.
+start. Called by aiohttp.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,12 +13,13 @@ import msgspec
 from aiohttp import web
 
 import cohort
+from cohort.common.http.static_pages import serves
+from cohort.services.gateway.api_page import REF, docs_page
 from cohort.services.gateway.apis.token_api import DETOKENIZE_PATH, TOKENIZE_PATH
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, AnthropicError, OpenAiError
 from cohort.services.gateway.openapi_operations import EVENTS, EVERYWHERE, FORM, JSON, OPERATIONS, Operation
 
-_REF = "#/components/schemas/"
 _KEYS = {
     "key": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -47,14 +47,6 @@ _DESCRIPTIONS = {
     504: "The request took too long.",
     507: "The storage is full.",
 }
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
-@media (prefers-color-scheme: dark) { body { background: #14181d; color: #dde3ea } a { color: #8ab8ff } }
-code, td:first-child { font-family: ui-monospace, monospace; font-size: .9em }
-table { border-collapse: collapse; width: 100% }
-td { border-top: 1px solid #8884; padding: .25rem .5rem; vertical-align: top }
-summary { cursor: pointer; padding: .4rem 0 }
-"""
 
 
 class ApiPages:
@@ -62,23 +54,19 @@ class ApiPages:
         """`keys`: whether a bearer token is required. `model`: its served name, for the examples."""
         document = openapi(keys=keys, model=model)
         self._document = msgspec.json.encode(document)
-        self._page = docs_page(document)
+        self._page = serves(docs_page(document).encode(), "text/html")
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get(OPENAPI_PATH, self.openapi), web.get(DOCS_PATH, self.docs)]
+        return [web.get(OPENAPI_PATH, self.openapi), web.get(DOCS_PATH, self._page)]
 
     async def openapi(self, _: web.Request) -> web.Response:
         return web.Response(body=self._document, content_type="application/json")
-
-    async def docs(self, _: web.Request) -> web.Response:
-        headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
-        return web.Response(text=self._page, content_type="text/html", headers=headers)
 
 
 def openapi(*, keys: bool, model: str) -> dict[str, Any]:
     documented = (each for row in OPERATIONS for each in (row.body, row.answer, *row.events))
     structs = list(dict.fromkeys((*(each for each in documented if each is not None), OpenAiError, AnthropicError)))
-    schemas, components = msgspec.json.schema_components(structs, ref_template=f"{_REF}{{name}}")
+    schemas, components = msgspec.json.schema_components(structs, ref_template=f"{REF}{{name}}")
     schema_of = dict(zip(structs, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
@@ -165,51 +153,3 @@ def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
         if part.startswith("{"):
             schema = {"type": "string", "minLength": 1}
             yield {"name": part[1:-1], "in": "path", "required": True, "schema": schema}
-
-
-def docs_page(document: Mapping[str, Any]) -> str:
-    info, components = document["info"], document["components"]["schemas"]
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{info['title']} API</title><style>{_STYLE}</style>",
-        f"<h1>{info['title']} {html.escape(info['version'])}</h1>",
-        f'<p>The same for programs: <a href="{OPENAPI_PATH}">{OPENAPI_PATH}</a>.</p>',
-    ]
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            title = f"<code>{method.upper()} {html.escape(path)}</code> {html.escape(operation['summary'])}"
-            if "requestBody" not in operation:
-                parts.append(f"<p>{title}</p>")
-                continue
-            schema = operation["requestBody"]["content"].get(JSON, {}).get("schema")
-            if schema is None:
-                parts.append(f"<p>{title}: a form.</p>")
-                continue
-            body = schema["$ref"].removeprefix(_REF)
-            parts.append(f'<details><summary>{title}</summary><p>Body: <a href="#{body}">{body}</a></p></details>')
-    parts.append("<h2>Objects</h2>")
-    for name, schema in components.items():
-        about = html.escape(schema.get("description", ""))
-        parts.append(f'<h3 id="{name}">{name}</h3><p>{about}</p><table>')
-        for field, kind in schema.get("properties", {}).items():
-            needed = ", required" if field in schema.get("required", ()) else ""
-            parts.append(f"<tr><td>{html.escape(field)}<td>{' or '.join(_kinds(kind))}{needed}")
-        parts.append("</table>")
-    return "\n".join(parts)
-
-
-def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the schema's types in words, as HTML."""
-    if "$ref" in schema:
-        name = schema["$ref"].removeprefix(_REF)
-        yield f'<a href="#{name}">{name}</a>'
-    elif "anyOf" in schema:
-        for each in schema["anyOf"]:
-            yield from _kinds(each)
-    elif "enum" in schema:
-        yield html.escape(", ".join(msgspec.json.encode(value).decode() for value in schema["enum"]))
-    elif schema.get("type") == "array":
-        yield f"list of ({' or '.join(_kinds(schema.get('items') or {}))})"
-    else:
-        limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "maxLength": "length ≤"}
-        limited = [f"{sign} {schema[key]:g}" for key, sign in limits.items() if key in schema]
-        yield html.escape(" ".join([str(schema.get("type", "any value")), *limited]))

@@ -237,6 +237,7 @@ def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
         tools=[
             _tool(index, tool, bound=_must_call(body.tool_choice, tool.name))
             for index, tool in enumerate(body.tools or [])
+            if _is_ours_to_offer(tool)
         ]
         or None,
         tool_choice=_choice(body),
@@ -410,13 +411,17 @@ def _turn(items: Iterable[InputItem]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
+def _is_ours_to_offer(tool: ResponsesTool) -> bool:
+    """Return whether the model is offered a tool. Those that OpenAI's servers run (`web_search` …) come with every
+    request of some clients: the answer goes without them, as without a field that nobody knows."""
+    if tool.type in ("function", "custom"):
+        return True
+    note(f"tools.{tool.type}")
+    return False
+
+
 def _tool(index: int, tool: ResponsesTool, *, bound: bool) -> Tool:
     """Convert a tool. `bound`: a call must be made. Raises `RequestError`."""
-    if tool.type not in ("function", "custom"):
-        raise RequestError(
-            f"tools[{index}].type: {printable(tool.type)!r} is not served here; functions and custom tools are.",
-            param=f"tools[{index}].type",
-        )
     if tool.name is None:
         raise RequestError(f"tools[{index}].name is missing.", param=f"tools[{index}].name")
     if tool.type == "custom":

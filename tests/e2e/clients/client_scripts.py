@@ -54,6 +54,17 @@ def environment_of(client: str) -> Path:
     return found
 
 
+def program_of(client: str, name: str) -> str:
+    """A program that npm installed. Skips the test where there is none."""
+    folder = os.environ.get(FOLDERS)
+    if not folder:
+        pytest.skip(WITHOUT)
+    found = Path(folder).expanduser().absolute() / client / "node_modules" / ".bin" / name
+    if not found.exists():
+        pytest.skip(f"{client} is not in {folder} (scripts/client_venvs {folder} {client} makes it)")
+    return str(found)
+
+
 def run_there(client: str, command: list[str], folder: Path, timeout_s: float = 300.0) -> str:
     """What a command of the client's environment wrote; it may reach nothing but this machine."""
     programs = environment_of(client)

@@ -18,6 +18,7 @@ from cohort.services.gateway.apis.responses_api_bodies import InputItem, _chat_m
 from cohort.services.gateway.apis.responses_api_events import ResponseWriter
 from cohort.services.gateway.apis.responses_api_store import ResponseStore
 from cohort.services.gateway.generation.choice import Piece
+from cohort.services.gateway.http.ignored_fields import IGNORED_HEADER
 from cohort.services.gateway.http.request_bodies import most_in_flight
 from tests.examples import examples
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
@@ -227,7 +228,7 @@ async def test_a_failure_in_mid_stream_is_told(open_site: OpenSite, monkeypatch:
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nope"}}}}, "text.format.schema"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "name": "no name"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -240,6 +241,14 @@ async def test_what_is_wrong_is_named(site: Site, change: dict[str, Any], param:
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert answer["error"]["type"] == "invalid_request_error"
     assert site.manager.submitted == []
+
+
+async def test_tools_that_other_servers_run_are_left_out_and_named(site: Site) -> None:
+    tools = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": [CLOCK]}]
+    async with site.session.post(site.url + PATH, json={**ASK, "tools": tools}) as response:
+        assert response.status == 200, await response.text()
+        ignored = response.headers[IGNORED_HEADER].split(", ")
+        assert {"tools.web_search", "tools.namespace"} <= set(ignored)
 
 
 @pytest.mark.parametrize("data", [b"", b"[", b"null", b'{"a": "\xff"}', b"[" * 5000, b'{"input": 7}'])

@@ -213,7 +213,7 @@ async def test_an_answer_is_stopped_copied_and_left(tab: Tab, open_site: OpenSit
         await tab.evaluate("document.querySelector('#stop').click()")
         await tab.until(DONE)
         await eventually(site.nothing_left)
-        assert "Stopped." in await tab.evaluate(f"{SAID}.innerText")
+        assert "stopped" in await tab.evaluate(f"{SAID}.innerText")
         copied = "(navigator.clipboard.writeText = async text => { window.copied = text; }, {}.click(), window.copied)"
         buttons = "document.querySelector('.turn .copy')", "document.querySelector('.turn footer .copy')"
         texts: list[Any] = [await tab.evaluate(copied.replace("{}", each)) for each in buttons]
@@ -222,6 +222,6 @@ async def test_an_answer_is_stopped_copied_and_left(tab: Tab, open_site: OpenSit
         await say(tab, "Again")
         await tab.until(f"{SAID}.querySelector('.code')")
         await tab.call("Page.reload")
-        await tab.until(f"document.querySelectorAll('.turn').length === 4 && {SAID}.innerText.includes('Interrupted.')")
+        await tab.until(f"document.querySelectorAll('.turn').length === 4 && {SAID}.innerText.includes('interrupted')")
         await eventually(site.nothing_left)
         first.set()

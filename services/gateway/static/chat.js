@@ -50,7 +50,7 @@ function show(turn) {
     replace(said, turn.content ? markdown(turn.content) : []);
     problem.hidden = !turn.error;
     problem.textContent = turn.error;
-    foot.hidden = going || !turn.content;
+    foot.hidden = !turn.meta;
     meta.textContent = turn.meta;
     if (atEnd) talk.scrollTop = talk.scrollHeight;
   };
@@ -89,7 +89,7 @@ function restore() {
   } catch { turns = []; }
   if (turns.at(-1)?.content === "") turns.splice(-2); // left before its answer began
   if (!turns.length) greet();
-  for (const turn of turns) show({ ...turn, error: turn.error || (turn.meta ? "" : "Interrupted.") })?.();
+  for (const turn of turns) show({ ...turn, meta: turn.meta || (turn.error ? "" : "interrupted") })?.();
 }
 
 /** The data of server-sent events, as they come. */
@@ -150,14 +150,16 @@ async function send(text) {
       frame ||= requestAnimationFrame(() => { frame = 0; draw(); });
     }
   } catch (failure) {
-    turn.error = (signal.aborted ? signal.reason : failure).message;
+    if (!signal.aborted) turn.error = failure.message;
   }
   const tokens = usage?.completion_tokens, took = (performance.now() - first) / 1000;
   turn.meta = [first === null ? "" : `first token after ${seconds((first - began) / 1000)}`, tokens ? `${count(tokens)} tokens` : "",
     tokens > 1 ? `${rate((tokens - 1) / took)} tokens/s` : "", request?.instances.join(" → "),
-    request?.best_effort ? "served as best effort" : "", reason === "length" ? "cut off at the most tokens" : ""]
+    request?.best_effort ? "served as best effort" : "", reason === "length" ? "cut off at the most tokens" : "",
+    signal.aborted ? signal.reason : ""]
     .filter(Boolean).join(" · ");
-  if (!turn.content && !turn.error) turn.error = turn.reasoning ? "There was no answer after the reasoning." : "The answer is empty.";
+  if (!turn.content && !turn.error && !signal.aborted)
+    turn.error = turn.reasoning ? "There was no answer after the reasoning." : "The answer is empty.";
   draw();
   if (talk !== turns) return; // another chat was begun meanwhile
   if (!turn.content) { // what was not answered is no part of the conversation
@@ -187,7 +189,7 @@ byId("words").addEventListener("keydown", event => {
     byId("say").requestSubmit();
   }
 });
-byId("stop").addEventListener("click", () => running?.abort(new Error("Stopped.")));
+byId("stop").addEventListener("click", () => running?.abort("stopped"));
 byId("clear").addEventListener("click", () => {
   running?.abort();
   busy(null);
@@ -199,7 +201,7 @@ byId("clear").addEventListener("click", () => {
 byId("key").addEventListener("change", findModels);
 byId("settings").addEventListener("change", keep);
 addEventListener("pagehide", () => {
-  running?.abort(new Error("Interrupted."));
+  running?.abort("interrupted");
   keep();
 });
 restore();

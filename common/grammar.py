@@ -9,8 +9,10 @@ over replays them. The library is llguidance; nothing else imports it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,15 @@ _LIMITS: dict[str, int] = {
 _WRITTEN_LIMITS = {**_LIMITS, "max_items_in_row": 500, "step_max_items": 1_000, "max_grammar_size": 1_000}
 _WRITTEN = '{"grammars":[{"name":"written"'
 """First characters of the text of a grammar that a client wrote; no other one has them."""
-MASK_S = 0.005
-"""Maximum processor time of an answer's masks, on average over `MASKS` of them. One of an ordinary schema takes
-0.05 ms; the first of a schema with 1,000 optional properties 5 ms, and eight of them 7 ms."""
 MASKS = 8
+ACCOUNT_S = 0.04
+"""Processor time that `MASKS` masks of an answer in a row may take on any machine. One of an ordinary schema takes
+0.05 ms."""
+_LARGEST = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1000)}}
+_OF_LARGEST = 4
+"""Times that as long as the first masks of the largest honest schema an answer's may take where these are slower: 30 to
+50 ms on a slow core. The dearest ones of an answer with that schema take two to four times as long as its first."""
+_TRIES = 3
 WHITE_SPACE = r"[ \t\r\n]{1,32}"
 """White space between the parts of JSON."""
 _WORD_BITS = 32
@@ -160,6 +167,45 @@ class GrammarTokens:
         if matcher.is_error():
             raise GrammarError(plain_message(matcher.get_error()))
         return Matcher(matcher)
+
+    def check_first(self, matcher: Matcher) -> None:
+        """Raise `GrammarError` for what a worker's limits or account of masks would end at the first tokens of one
+        answer. What takes too long is tried again: a busy machine adds time of its own, but not each time."""
+        for tries_left in reversed(range(_TRIES)):
+            spent_s = self._first_s(matcher.copy())
+            if tries_left == 0 or spent_s <= ACCOUNT_S:
+                self.check_account(spent_s, MASKS)
+                return
+
+    def check_account(self, spent_s: float, masks: int) -> None:
+        """Raise `GrammarError` if an answer's last masks, `MASKS` at most, took more processor time than they may."""
+        if spent_s > ACCOUNT_S and spent_s > self.account_s:
+            raise GrammarError(
+                f"to find the tokens that may come next took {1000 * spent_s:.0f} ms of processor time for {masks} "
+                f"tokens; the limit is {1000 * self.account_s:.0f} ms for {MASKS}"
+            )
+
+    @cached_property
+    def account_s(self) -> float:
+        """Processor time of an answer's account of masks, measured when it is first asked for: a slow machine refuses
+        nothing that a fast one takes."""
+        with suppress(GrammarError):  # tokens of many letters may come to the limits
+            matcher = self.compile(of_json_schema(_LARGEST))
+            return max(ACCOUNT_S, _OF_LARGEST * min(self._first_s(matcher.copy()) for _ in range(_TRIES)))
+        return ACCOUNT_S
+
+    def _first_s(self, matcher: Matcher) -> float:
+        """Step a grammar with the first tokens of one answer, of those that may come always the lowest: letters and
+        signs before words. Return the processor time. Raises `GrammarError` where its limits end it."""
+        mask, began_s = np.zeros(self.words, dtype=np.int32), time.thread_time()
+        for _ in range(MASKS):
+            matcher.mask(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            token = next((token for token in allowed.tolist() if token not in self.ends), None)
+            if token is None:
+                break
+            matcher.take([token])
+        return time.thread_time() - began_s
 
 
 def plain_message(text: str) -> str:

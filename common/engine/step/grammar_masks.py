@@ -30,7 +30,7 @@ import structlog
 from cohort.common.engine.step.batch import Int32Array, SamplingRow
 from cohort.common.engine.step.mask_turns import Mask, MaskTurns
 from cohort.common.errors import ModelError
-from cohort.common.grammar import MASK_S, MASKS, GrammarError, GrammarTokens, Matcher
+from cohort.common.grammar import MASKS, GrammarError, GrammarTokens, Matcher
 from cohort.common.sampling_inputs import GrammarInputs
 
 log = structlog.get_logger(__name__)
@@ -65,6 +65,7 @@ class TokenMasks:
 class _Compiled:
     """Grammar with the first mask of every answer, and the processor time of its slowest mask so far."""
 
+    tokens: GrammarTokens
     matcher: Matcher
     first: Int32Array
     slowest_s: float
@@ -75,8 +76,7 @@ class _Compiled:
     def check(self) -> None:
         """Raise `GrammarError` if one mask took more than an answer's whole account: then all its answers end, as they
         would one after the other."""
-        if self.slowest_s > MASKS * MASK_S:
-            raise _too_slow(self.slowest_s, 1)
+        self.tokens.check_account(self.slowest_s, 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,15 +108,7 @@ class _Answer:
         """Enter a mask into the account. Raises `GrammarError` beyond it; masks that are still to come count as 0."""
         self.costs_s.append(cost_s)
         self.mean_s += (cost_s - self.mean_s) / len(self.costs_s)
-        if (spent_s := sum(self.costs_s)) > MASKS * MASK_S:
-            raise _too_slow(spent_s, len(self.costs_s))
-
-
-def _too_slow(spent_s: float, masks: int) -> GrammarError:
-    return GrammarError(
-        f"the tokens that may come next took {1000 * spent_s:.0f} ms of processor time to find, for {masks} tokens; "
-        f"the limit is {1000 * MASKS * MASK_S:.0f} ms for {MASKS}"
-    )
+        self.compiled.result().tokens.check_account(sum(self.costs_s), len(self.costs_s))
 
 
 Find = Callable[[GrammarInputs, SamplingRow], Int32Array | None]
@@ -367,7 +359,7 @@ class GrammarMasks:
             raise GrammarError(self._reason)
         matcher, began = self._tokens.compile(text), self._times()
         first = self._mask(matcher)
-        return _Compiled(matcher, first, _cost_s(began, self._times()))
+        return _Compiled(self._tokens, matcher, first, _cost_s(began, self._times()))
 
     def _times(self) -> tuple[float, float]:
         return self._clock(), time.monotonic()

@@ -13,18 +13,16 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, assert_never
 
 import msgspec
-import numpy as np
 
 from cohort.common import grammar
 from cohort.common.errors import ModelError, RequestError
-from cohort.common.grammar import MASK_S, MASKS, GrammarError, GrammarTokens, Matcher
+from cohort.common.grammar import GrammarError, GrammarTokens
 from cohort.services.gateway import bounds
 from cohort.services.gateway.http.ignored_fields import note
 from cohort.services.gateway.text.bounded_process import (
@@ -134,39 +132,17 @@ def begin(about: Mapping[str, Any], _output_bytes: int) -> Work:
     tokens = GrammarTokens(about["tokenizer"], about["end_tokens"])
     threading.stack_size(_STACK_BYTES)
     thread = ThreadPoolExecutor(1)
-    ends = frozenset(about["end_tokens"])
-    return lambda data: thread.submit(_compiled, tokens, ends, data).result()
+    return lambda data: thread.submit(_compiled, tokens, data).result()
 
 
-def _compiled(tokens: GrammarTokens, ends: frozenset[int], data: bytes) -> tuple[bytes, bytes]:
+def _compiled(tokens: GrammarTokens, data: bytes) -> tuple[bytes, bytes]:
     try:
         kind, content = msgspec.json.decode(data)
         text = text_of(kind, content)
-        check_masks(tokens.compile(text), tokens.words, ends)
+        tokens.check_first(tokens.compile(text))
     except (GrammarError, RecursionError, ValueError) as error:
         return REFUSED, short(str(error) or type(error).__name__)
     return ANSWER, text.encode()
-
-
-def check_masks(matcher: Matcher, words: int, ends: frozenset[int]) -> None:
-    """Step the grammar with the first tokens of one answer, of those that may come always the lowest: letters and signs
-    before words. Raises `GrammarError` for what a worker's limits or account of masks would end there."""
-    spent_s, mask = 0.0, np.zeros(words, dtype=np.int32)
-    for step in range(MASKS):
-        began_s = time.thread_time()
-        matcher.mask(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        token = next((token for token in allowed.tolist() if token not in ends), None)
-        if token is not None:
-            matcher.take([token])
-        spent_s += time.thread_time() - began_s
-        if spent_s > MASKS * MASK_S:
-            raise GrammarError(
-                f"to find the tokens that may come next took {1000 * spent_s:.0f} ms of processor time for the first "
-                f"{step + 1} tokens; at most {1000 * MASKS * MASK_S:.0f} ms for {MASKS} are possible"
-            )
-        if token is None:
-            return
 
 
 if __name__ == "__main__":

@@ -8,17 +8,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from cohort.common import grammar
 from cohort.common.grammar import GrammarTokens
 from cohort.common.messages import TokenUpdate
 from cohort.common.types import Attempt, FinishReason
 from cohort.services.gateway.text import bounded_process
-from cohort.services.gateway.text.grammar_process import GrammarSpec
+from cohort.services.gateway.text.grammar_process import ANSWER, REFUSED, GrammarSpec, _compiled
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.conftest import OpenSite, Site, eventually
-from tests.services.gateway.tiny_model import costly, write_model
+from tests.services.gateway.tiny_model import byte_level, costly, write_model
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -113,6 +115,16 @@ async def test_a_grammar_that_a_worker_would_end_at_its_first_tokens_is_refused(
             assert (status, answer["error"]["param"]) == (400, param)
             assert words in answer["error"]["message"]
         assert not site.manager.submitted
+
+
+def test_a_grammar_whose_masks_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = GrammarTokens(byte_level().to_str(), [2])
+    question = msgspec.json.encode(("json_schema", {}))
+    assert _compiled(tokens, question)[0] == ANSWER
+    monkeypatch.setattr(grammar, "ACCOUNT_S", 0.0)
+    monkeypatch.setattr(tokens, "account_s", 0.0)
+    kind, why = _compiled(tokens, question)
+    assert kind == REFUSED and b"of processor time for 8 tokens" in why
 
 
 async def test_grammars_that_passed_are_kept_by_their_bytes(open_site: OpenSite) -> None:

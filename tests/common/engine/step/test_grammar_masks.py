@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
+import time
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -32,6 +34,7 @@ TOKENIZER = byte_level()
 END = TOKENIZER.token_to_id(EOS)
 VOCAB = 390  # more logits than tokens, and no multiple of 32
 TOKENS = GrammarTokens(TOKENIZER.to_str(), [END], VOCAB)
+TOKENS.account_s = grammar.ACCOUNT_S  # of a fast machine
 SHORT = {"type": "string", "maxLength": 3}
 
 
@@ -323,7 +326,7 @@ def test_a_dear_grammar_is_refused_on_a_machine_that_other_programs_keep_busy() 
     cost_s = _cost_s((1.0, 5.0), (1.1, 5.25))
     assert cost_s == pytest.approx(0.05)
     compiled = TOKENS.compile(grammar.of_regex("[ab]{40}"))
-    found = _Compiled(compiled, np.zeros(1, dtype=np.int32), 0.0)
+    found = _Compiled(TOKENS, compiled, np.zeros(1, dtype=np.int32), 0.0)
     found.note(cost_s)
     with pytest.raises(GrammarError, match="took"):
         found.check()
@@ -351,6 +354,25 @@ def test_a_request_whose_masks_are_slow_ends_with_both_figures() -> None:
         counted += 1
     assert "took 42 ms" in inputs.failure and "for 7 tokens; the limit is 40 ms for 8" in inputs.failure
     assert counted == 8, "the first mask is the grammar's, made when it is compiled"
+
+
+def test_a_slow_machine_gives_every_answer_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many times more as the largest honest schema takes there."""
+    monkeypatch.setattr(time, "thread_time", itertools.count(0.0, 0.3).__next__)  # for the first masks of any grammar
+    slow = GrammarTokens(TOKENIZER.to_str(), [END])
+    slow.check_first(slow.compile(grammar.of_json_schema({})))
+    assert slow.account_s == pytest.approx(4 * 0.3)
+    slow.check_account(1.1, 8)
+    with pytest.raises(GrammarError, match="1300 ms of processor time for 8 tokens; the limit is 1200 ms for 8"):
+        slow.check_account(1.3, 8)
+
+
+def test_time_that_a_busy_machine_adds_once_refuses_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, times_s = GrammarTokens(TOKENIZER.to_str(), [END]), iter([0.0, 0.3, 1.0, 1.02])
+    tokens.account_s = grammar.ACCOUNT_S
+    monkeypatch.setattr(time, "thread_time", times_s.__next__)
+    tokens.check_first(tokens.compile(grammar.of_json_schema({})))
+    assert not list(times_s)
 
 
 def test_one_mask_beyond_the_whole_account_ends_every_answer_of_its_grammar() -> None:

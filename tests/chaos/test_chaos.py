@@ -31,14 +31,14 @@ def chaos(folder: Path, *words: str, timeout_s: float = 300.0) -> Document:
 
 def test_a_rolling_restart_and_a_killed_gateway_lose_nothing_that_another_process_holds(tmp_path: Path) -> None:
     """Two gateways: of the one that is killed only its own plain streams may fail. Then all processes in turn."""
-    words = ("--kill", "gateway", "--rolling-restart", "--clients", "2", "--requests", "30")
+    words = ("--kill", "gateway", "--rolling-restart", "--clients", "2", "--requests", "10")
     # A predictor that ends while it trains waits for that, for seconds.
     settings = ("gateway.processes=2", "predictor.learns=false")
     found = chaos(tmp_path, *words, *(word for each in settings for word in ("--set", each)))
     undisturbed, killed, restarted = found.runs
     assert [undisturbed.broken, killed.broken, restarted.broken] == [UNDISTURBED, "gateway", RESTARTED]
     assert killed.verdicts["cut"] <= 2 and killed.faults[0].back_s is not None
-    assert restarted.verdicts["right"] == restarted.requests >= 60
+    assert restarted.verdicts["right"] == restarted.requests >= 20
 
 
 @on_many_requests

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.examples import another_of_its_kind
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_check"
@@ -68,7 +68,7 @@ def test_a_dry_run_of_sections(tmp_path: Path) -> None:
     assert report_of(tmp_path / "late")["sections"][0]["state"] == "not run"
 
 
-@pytest.mark.slow
+@another_of_its_kind()
 def test_a_dry_run_of_tests(tmp_path: Path) -> None:
     """They lie beside Cohort in this checkout, and none that runs without a GPU fails."""
     told = gpu_check("--dry-run", "--only", "smoke", "golden", "--out", "out", cwd=tmp_path)

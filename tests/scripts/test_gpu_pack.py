@@ -24,6 +24,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+from tests.examples import another_of_its_kind
 from tests.support.kinds import by_default
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,6 +128,7 @@ def section(folder: Path, name: str, pytest_options: str) -> str:
     return told.stdout
 
 
+@another_of_its_kind()
 def test_every_test_is_collected(tmp_path: Path) -> None:
     """A file that cannot be imported is a row that fails."""
     told = section(tmp_path, "tests", "--collect-only")
@@ -136,7 +138,7 @@ def test_every_test_is_collected(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_section_of_tests_runs(tmp_path: Path) -> None:
-    """With what it imports only while it runs."""
+    """With what it imports only while it runs; a file that cannot be imported would be a row that fails."""
     told = section(tmp_path, "tests", "-k unified")
     assert "2 passed, 0 failed, 0 skipped" in told, told
 

@@ -27,7 +27,8 @@ from tests.services.gateway.conftest import OpenSite, Site, eventually, model_di
 
 JSON = "Content-Type: application/json"
 BODY = b'{"prompt": "x", "max_tokens": 4}'
-MANY = b'{"prompt": "x", "max_tokens": 400, "n": 70, "ignore_eos": true, "logprobs": 20}'
+CHOICES = 70
+MANY = b'{"prompt": "x", "max_tokens": 400, "n": %d, "ignore_eos": true, "logprobs": 20}' % CHOICES
 """Answered with more bytes than kernel buffers hold."""
 READ_BYTES = 200_000
 PATIENCE_S = 8.0
@@ -168,14 +169,14 @@ async def ask_for_much(site: Site, raw: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(raw, ("127.0.0.1", site.gateway.port))
     await loop.sock_sendall(raw, head(len(MANY)) + MANY)
-    await eventually(lambda: len(site.manager.submitted) == 70)
+    await eventually(lambda: len(site.manager.submitted) == CHOICES, 120)
     await eventually(site.nothing_left, 120)
 
 
 async def read_all(raw: socket.socket, pause_s: float = 0.0) -> tuple[bytes, bool]:
     """What came, and whether all of it came."""
     loop, received = asyncio.get_running_loop(), bytearray()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         try:
             while True:
                 chunk = await loop.sock_recv(raw, READ_BYTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -41,6 +42,7 @@ from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 MAX_ROWS = 37  # no power of two, and odd: standing buffers do not begin at multiples of 16 bytes
 STEPS = 60
+SEEDS = range(int(os.environ.get("COHORT_TEST_SEEDS", "1")))
 
 
 class Variants:
@@ -165,7 +167,7 @@ def found(variants: Variants, folder: Path, dtype: str, *head: Path) -> dict[str
     for flash, recorded in ((True, False), (False, False), (False, True)):
         prefill.flash_serves = lambda query, flash=flash: flash  # type: ignore[assignment, misc]
         steps.mixed.takes = mixed_takes if recorded else lambda batch: None
-        for seed in range(2):
+        for seed in SEEDS:
             mixed_workload(runner, seed)
     slots = torch.tensor(np.arange(5))
     tokens = torch.empty(5, *runner.kv.blocks.shape[1:4], runner.kv.blocks.shape[5], dtype=runner.kv.blocks.dtype)

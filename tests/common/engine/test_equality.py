@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.common.engine.driver import (
     run_one_by_one,
     run_together,
 )
+from tests.support.kinds import by_default, in_turn
 
 LEAN = [
     "llama",
@@ -62,14 +64,16 @@ OUTPUTS = 24
 Case = tuple[ModelRunner, list[Expected]]
 
 
-@pytest.fixture(scope="module", params=LEAN + GENERIC)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Case:
     folder = model_folder(request.param)
     assert (read_geometry(folder).family == "generic") == (request.param in GENERIC)
     return make_runner(folder), reference_generate(folder, random_prompts((1, 5, 16, 33, 50)), OUTPUTS)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("case", "schedule"), in_turn(product(LEAN + GENERIC, SCHEDULES), len(SCHEDULES)), indirect=["case"], scope="module"
+)
 def test_greedy_equals_transformers(case: Case, schedule: str) -> None:
     runner, expected = case
     run, options = SCHEDULES[schedule]
@@ -77,13 +81,14 @@ def test_greedy_equals_transformers(case: Case, schedule: str) -> None:
     assert near_ties <= 1, f"{near_ties} of {len(expected)} answers left the reference at a near-tie"
 
 
+@pytest.mark.parametrize("case", LEAN + GENERIC, indirect=True)
 def test_reference_answers_are_not_degenerate(case: Case) -> None:
     """The comparison would prove little if every answer were one token over and over."""
     _, expected = case
     assert sum(len(set(one.tokens)) for one in expected) >= 3 * len(expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "opt", "gemma3"])
+@pytest.mark.parametrize("name", by_default(["llama", "mistral-window", "opt", "gemma3"], "mistral-window"))
 def test_the_reference_kernels_serve_the_engine_too(
     name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

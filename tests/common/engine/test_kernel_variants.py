@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples import another_of_its_kind
+from tests.examples import another_of_its_kind, nightly
 
 pytest.importorskip("triton")
 
@@ -95,7 +95,7 @@ def test_warming_up_covers_a_head_beside_the_model(model_folder: Callable[[str],
 @cache
 def _found(*models: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.common.engine.kernel_variants", *models]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "COHORT_TEST_SEEDS": "2" if nightly() else "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -31,12 +31,10 @@ class Golden:
 
 
 def golden_outputs(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Golden]:
-    """The reference's answers, computed once per checkout: they are kept in pytest's cache folder under a key of
-    everything they depend on. Nothing is kept of a model that is gone with the tests' folders."""
-    if model_dir.is_relative_to(tempfile.gettempdir()):
-        return compute(model_dir, prompts, new_tokens)
-    weights = max((file.stat().st_mtime_ns, file.stat().st_size) for file in model_dir.glob("*.safetensors"))
-    depends = ("in batches", torch.__version__, transformers.__version__, str(model_dir.resolve()), weights, new_tokens)
+    """The reference's answers, computed once per checkout and in one of a run's processes: they are kept in pytest's
+    cache folder under a key of everything they depend on."""
+    weights = max(file.stat().st_mtime_ns for file in model_dir.glob("*.safetensors"))
+    depends = ("in batches", torch.__version__, transformers.__version__, content_of(model_dir, weights), new_tokens)
     key = hashlib.sha256(repr((*depends, prompts)).encode()).hexdigest()[:24]
     kept = Path(os.environ.get("COHORT_TEST_GOLDENS") or cache_dir() / "goldens") / f"{key}.json"
     if kept.is_file():
@@ -48,6 +46,15 @@ def golden_outputs(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens
     fresh.write_text(json.dumps([[g.prompt, g.output, g.gaps, g.runner_up] for g in goldens]), encoding="utf-8")
     fresh.replace(kept)
     return goldens
+
+
+@cache
+def content_of(model_dir: Path, written_ns: int) -> str:
+    """Digest of weights and configuration: a seeded model has the same in every folder."""
+    digest = hashlib.blake2b()
+    for file in (model_dir / "config.json", *sorted(model_dir.glob("*.safetensors"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def outgrowing(model_dir: Path) -> list[Golden]:

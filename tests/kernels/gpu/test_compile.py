@@ -8,25 +8,21 @@ import sys
 
 import pytest
 
-MODELS = ("Llama-3-8B", "SmolLM2-135M, batch-invariant")
 
-
-@pytest.fixture(scope="module")
-def compiled(request):
-    """What is said of each variant, by model. Once per checkout: Triton finds again what it made of the same source."""
-    command = [sys.executable, "-P", "-m", "cohort.kernels.gpu.compile_offline", "--max-rows", "20"]
-    command += [word for name in MODELS for word in ("--model", name)]
+def compiled(request, model, *more):
+    """What is said of each variant. Once per checkout: Triton finds again what it made of the same source."""
+    command = [sys.executable, "-P", "-m", "cohort.kernels.gpu.compile_offline", "--max-rows", "20", "--model", model]
     kept = str(request.config.cache.mkdir("triton"))
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line.strip() for line in done.stdout.splitlines()]
-    return {name: [line[len(name) :].split() for line in said if line.startswith(f"{name} ")] for name in MODELS}
+    return [line[len(model) :].split() for line in said if line.startswith(f"{model} ")]
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_spills_next_to_nothing(compiled):
-    lines = compiled["Llama-3-8B"]
+def test_every_kernel_compiles_for_hopper_and_spills_next_to_nothing(request):
+    lines = compiled(request, "Llama-3-8B")
     names = [line[0] for line in lines]
     assert set(names) == {
         "decode_rows",
@@ -48,9 +44,9 @@ def test_every_kernel_compiles_for_hopper_and_spills_next_to_nothing(compiled):
 
 
 @pytest.mark.slow
-def test_what_gives_a_position_its_bits_is_one_variant(compiled):
+def test_what_gives_a_position_its_bits_is_one_variant(request):
     """For one row and for many, in parts and at once, wherever queries lie: another variant might compute otherwise."""
-    launches = [line for line in compiled["SmolLM2-135M, batch-invariant"] if line[1] != "576"]
-    names = [line[0] for line in launches]
+    asked = ("--launch", "every row", "--launch", "960 x 576")
+    names = [line[0] for line in compiled(request, "SmolLM2-135M, batch-invariant", *asked)]
     assert names.count("position_rows") == names.count("join_parts") == 1
     assert names.count("product_rows") == names.count("add_parts") == 2  # into its place, and added to what is there

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.keys import keyring
 from cohort.services.gateway.service import Gateway, load_model
+from cohort.services.gateway.text import grammar_process, template_process
+from cohort.services.gateway.text.bounded_process import BoundedProcess, Limits
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.cluster import Gate, Manager, Predictor, Script
 from tests.services.gateway.tiny_model import write_model
@@ -71,6 +73,16 @@ def described_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "ApiPages", cache(service.ApiPages))
         yield
+
+
+@lru_cache(8)
+def _process(module: str, about: bytes, limits: Limits, broken: str) -> BoundedProcess:
+    return BoundedProcess(module, msgspec.json.decode(about), limits, broken)
+
+
+def shared_process(module: str, about: Mapping[str, Any], limits: Limits, broken: str) -> BoundedProcess:
+    """The process of the sites before that asked for one like it: it takes longer to start than all the rest."""
+    return _process(module, msgspec.json.encode(about), limits, broken)
 
 
 @dataclass
@@ -145,6 +157,8 @@ OpenSite = Callable[..., Any]
 @pytest.fixture
 def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenSite:
     monkeypatch.setattr(keyring, "RELOAD_S", 1e-6)
+    for each in (template_process, grammar_process):
+        monkeypatch.setattr(each, "BoundedProcess", shared_process)
     settings_of = GatewaySettings.of
 
     @asynccontextmanager

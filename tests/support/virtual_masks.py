@@ -18,6 +18,7 @@ import numpy as np
 
 from cohort.common.engine.step.batch import SamplingRow
 from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.grammar import ACCOUNT_S, GrammarTokens
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sampling_inputs import GrammarInputs
 from cohort.common.sequence import Sequence
@@ -57,6 +58,8 @@ class CountedMatcher:
 class CountedTokens:
     words = VOCABULARY // 32
     ends: tuple[int, ...] = ()
+    account_s = ACCOUNT_S
+    check_account = GrammarTokens.check_account
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor

@@ -19,6 +19,7 @@ from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic
 from cohort.services.simulator.hardware.hardware import load_model
 from tests.services.simulator import lab
+from tests.support.kinds import by_default
 
 
 def traffic(text: str, slo: Slo, **more: Any) -> Traffic:
@@ -78,7 +79,7 @@ def waits_at_most(services: float, load: float) -> float:
     return (1.0 - load) * sum(u**k / math.factorial(k) * math.exp(-u) for k, u in enumerate(terms))
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", by_default([1, 2], 1))
 def test_the_capacity_is_that_of_a_queue_of_deterministic_servers(count: int):
     load, service_s = server(count)
     start = 0.7 * count / service_s

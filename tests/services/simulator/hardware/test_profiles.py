@@ -14,6 +14,7 @@ from cohort.common import code_fingerprint
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.services.cli.__main__ import main
+from cohort.services.simulator.advise import advise
 from cohort.services.simulator.hardware.data_files import check_name, names, user_folder
 from cohort.services.simulator.hardware.hardware import load_cluster, load_device
 from cohort.services.simulator.hardware.profile_note import ProfileNote, warnings
@@ -113,12 +114,19 @@ def test_the_digest_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monke
     assert digest() != before
 
 
-def test_simulate_and_advise_warn(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_and_advise_warn(
+    user: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(user, "here", profile=msgspec.to_builtins(note(version="0.0.1")))
     traffic = ["--trace", "32x4", "--count", "4", "--model", "smollm2-135m", "--cluster", "here"]
     assert main(["simulate", *traffic, "--preset", "unified"]) == 0
     said = capsys.readouterr()
     assert "version 0.0.1 made it" in said.err
     assert "warning" not in said.out
-    assert main(["advise", *traffic, "--preset", "unified", "--count", "4", "--jobs", "1"]) == 0
+
+    def simulated(*_: object) -> None:
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(advise, "advise", simulated)
+    assert main(["advise", *traffic, "--preset", "unified", "--count", "4", "--jobs", "1"]) == 2
     assert "version 0.0.1 made it" in capsys.readouterr().err

@@ -20,17 +20,13 @@ from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
 from tests.e2e.equality.test_splits import PLACES, REQUESTS, SplitPipeline, scores, told
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.tiny_models import llama, save, save_deep_llama
-from tests.examples import another_of_its_kind
+from tests.examples import another_of_its_kind, nightly
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 PROMPT = "One fox ran over the hill. Two foxes ran over the hill. Three foxes ran over the hill. Four foxes ran"
 """Goes on as it began, so that prompt lookup finds what comes."""
-
-
-REPEATED: dict[str, Any] = {"one token": {"temperature": 0, "logit_bias": {"260": 100}}}
-"""What any model says again and again is drafted right."""
 
 
 def _post(pipeline: Pipeline, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,8 +48,10 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
     speculating = {"speculation": _speculating(mode, model, tmp_path)}
     with Pipeline(tmp_path / mode, model, speculating, preset=preset) as pipeline:
         answers = {
-            name: _post(pipeline, {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, **asked})
-            for name, asked in (REQUESTS | REPEATED).items()
+            name: _post(
+                pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 16, "ignore_eos": True, **asked}
+            )
+            for name, asked in REQUESTS.items()
         }
         worker = list(pipeline.config.instance_roles)[-1]
         if mode != "off":
@@ -83,11 +81,11 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
         ),
     ],
 )
-def test_answers_are_the_same_with_drafts(tmp_path: Path, small_model: Path, preset: str, mode: str) -> None:
+def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, preset: str, mode: str) -> None:
     for each in ("off", mode):
         (tmp_path / each).mkdir()
-    plain = _asked(tmp_path, small_model, preset, "off")
-    drafted = _asked(tmp_path, small_model, preset, mode)
+    plain = _asked(tmp_path, default_model, preset, "off")
+    drafted = _asked(tmp_path, default_model, preset, mode)
     for name, choices in plain.items():
         assert told(drafted[name]) == told(choices), name
         assert scores(drafted[name]) == pytest.approx(scores(choices), abs=2e-3), name

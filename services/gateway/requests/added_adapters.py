@@ -14,15 +14,17 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
-from cohort.common.engine.config.lora_checkpoint import check_lora, stamped_name
-from cohort.common.engine.config.model_config import ModelGeometry, read_geometry
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.keys.private_files import private_folder, write_private
 from cohort.services.gateway.http.service_headers import printable
+
+if TYPE_CHECKING:  # a gateway loads what knows models when the first adapter is added
+    from cohort.common.engine.config.model_config import ModelGeometry
 
 _read = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -99,9 +101,13 @@ class AdapterTable(Mapping[str, Path]):
 
     @cached_property
     def _geometry(self) -> ModelGeometry:
+        from cohort.common.engine.config.model_config import read_geometry
+
         return read_geometry(self._model)
 
     def _checked(self, name: str, folder: Path) -> tuple[str, Path]:
+        from cohort.common.engine.config.lora_checkpoint import check_lora, stamped_name
+
         (checkpoint,) = check_lora({name: str(folder)}, self._geometry)
         return stamped_name(checkpoint), folder
 

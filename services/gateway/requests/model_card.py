@@ -92,11 +92,11 @@ class ModelCard:
         """Return an adapter's name for workers, and its folder if they learn that from the request. Raises
         `RequestError` for one that was removed."""
         adapters = self.adapters
-        return adapters.reference(adapter) if isinstance(adapters, AdapterTable) else (adapter, "")
+        return adapters.reference(adapter) if adapter and isinstance(adapters, AdapterTable) else (adapter, "")
 
     def adapter_of(self, model: str | None) -> str:
         """Return the adapter that a request's `model` names; "" = the base model."""
-        return model if model is not None and model in self.adapters else ""
+        return model if model is not None and model != self.name and model in self.adapters else ""
 
 
 @dataclass(frozen=True, slots=True)

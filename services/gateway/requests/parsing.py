@@ -255,7 +255,7 @@ def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_model(model: str | None, card: ModelCard) -> None:
-    if model is not None and model not in card.names:
+    if model is not None and model != card.name and model not in card.names:
         raise RequestError(
             f"The model `{printable(model)}` does not exist; this server serves {card.listed}.",
             status=404,

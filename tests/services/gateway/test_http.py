@@ -100,7 +100,7 @@ async def test_a_body_is_in_flight_until_its_request_is_owned(site: Site, monkey
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
         ("DELETE", "/v1/chat/completions", 405),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/moderations", 404),
         ("GET", "/%ff", 404),
     ],
 )

@@ -123,6 +123,7 @@ def write_model(
                 "max_position_embeddings": context,
                 "vocab_size": tokenizer.get_vocab_size(),
                 "hidden_size": WIDTH,
+                "num_attention_heads": 2,
                 "eos_token_id": tokenizer.token_to_id(EOS),
             }
         )

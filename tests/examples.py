@@ -1,9 +1,9 @@
 """How many examples a property tries: a share of the profile's number, so that one option scales the whole suite.
 
-Profiles, chosen by `--hypothesis-profile` (`scripts/test --quick` and `--nightly` pass it): `quick` tries 10 examples,
-`default` 20, `nightly` 2,000; `gpu` is `default` without shrinking, for `scripts/gpu_check`. A property without
-settings of its own tries exactly so many. No profile has a deadline: how long an example takes is the machine's
-business. All but `nightly` are derandomized: unchanged code gives an unchanged verdict, and no database is kept.
+Profiles, chosen by `--hypothesis-profile`: `default` tries 10 examples (`COHORT_TEST_EXAMPLES`: others), `nightly`
+2,000; `gpu` 20 without shrinking, for `scripts/gpu_check`. A property without settings of its own tries exactly so
+many. No profile has a deadline: how long an example takes is the machine's business. All but `nightly` are
+derandomized: unchanged code gives an unchanged verdict, and no database is kept.
 `nightly` samples anew each time, shrinks also what shrinks slowly, and prints what reproduces a failure, to be written
 down as an `@example`.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 
@@ -24,15 +25,15 @@ _WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
 def register_profiles() -> None:
     """For the root conftest, before any test module is imported: `examples` reads the profile then."""
-    settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
-    settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
+    most = int(os.environ.get("COHORT_TEST_EXAMPLES", "10"))
+    settings.register_profile("default", max_examples=most, deadline=None, derandomize=True)
     settings.register_profile("gpu", max_examples=20, deadline=None, derandomize=True, phases=_WITHOUT_SHRINKING)
     settings.register_profile("nightly", max_examples=_NIGHTLY, deadline=None, print_blob=True)
     settings.load_profile("default")
 
 
 def examples(share: float) -> int:
-    """`share` of the profile's examples, at least one: 0.5 = 10 by default, 5 quick, 1,000 nightly."""
+    """`share` of the profile's examples, at least one: 0.5 = 5 by default, 1,000 nightly."""
     current: int = settings().max_examples
     return max(1, round(share * current))
 

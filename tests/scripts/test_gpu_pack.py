@@ -136,6 +136,7 @@ def test_every_test_is_collected(tmp_path: Path) -> None:
     assert {name for name in files if f"<Module {name}>" in told} == files
 
 
+@another_of_its_kind()
 @pytest.mark.slow
 def test_a_section_of_tests_runs(tmp_path: Path) -> None:
     """With what it imports only while it runs; a file that cannot be imported would be a row that fails."""

@@ -392,7 +392,7 @@ def test_a_polite_client_waits_for_little_work(preset: str, bounds_first: bool) 
     config = load_config(preset=preset)
     chunk = config.engine.prefill_chunk
 
-    @settings(max_examples=examples(0.15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(0.3), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(heavy(), st.floats(0.0, 1.5), st.integers(0, 3))
     @example(Heavy(BOUNDS.choices, 1, 60, None, echo=False), 0.55, 0)
     @example(Heavy(1, BOUNDS.choices, 3900, None, echo=False), 3.5, 0)

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.examples import another_of_its_kind
+
 
 def compiled(request, model, *more):
     """What is said of each variant. Once per checkout: Triton finds again what it made of the same source."""
@@ -20,6 +22,7 @@ def compiled(request, model, *more):
     return [line[len(model) :].split() for line in said if line.startswith(f"{model} ")]
 
 
+@another_of_its_kind()
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_and_spills_next_to_nothing(request):
     lines = compiled(request, "Llama-3-8B")

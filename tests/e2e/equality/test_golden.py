@@ -49,13 +49,13 @@ def compare_together(pipeline: Pipeline, goldens: list[Golden], worker: str) -> 
 
 
 def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, default_model: Path) -> None:
-    """The default model itself; nightly, the longest prompt goes up to the last position of the context."""
+    """The default model itself; the longest prompt goes up to the last position of the context."""
     prompts = make_prompts(Tokenizer.from_file(str(default_model / "tokenizer.json")))
     if not nightly():
         prompts = [*prompts[3:24:10], *prompts[27:29], prompts[45]]
     goldens = golden_outputs(default_model, prompts, NEW_TOKENS)
     random = Random(21)
-    longest = [random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - 4 if nightly() else 1_500)]
+    longest = [random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - 4)]
     longest_golden = golden_outputs(default_model, [longest], 4)
     before = standard.heard("decode-0").get("transfers_total", 0.0)
     failed = standard.heard("decode-0").get("transfer_failures_total", 0.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +9,10 @@ from hypothesis import strategies as st
 from tests.cluster.cases import PRESETS, TRIED_PRESETS, Case, cases, left_by_clients
 from tests.common.machines.clusters import total
 from tests.examples import of_worlds
-from tests.support.kinds import in_turn
 
 
-@pytest.mark.parametrize(("preset", "acceptance"), in_turn(product(TRIED_PRESETS, [None, 0.8]), of=2))
+@pytest.mark.parametrize("preset", TRIED_PRESETS)
+@pytest.mark.parametrize("acceptance", [None, 0.8])
 def test_no_token_is_lost_or_doubled(preset: str, acceptance: float | None) -> None:
     """The world compares every token with what is expected, and each engine every slot that a row reads."""
     for seed, blocks in ((1, 64), (2, 24)):

@@ -173,7 +173,7 @@ class GrammarTokens:
         answer. What takes too long is tried again: a busy machine adds time of its own, but not each time."""
         for tries_left in reversed(range(_TRIES)):
             spent_s = self._first_s(matcher.copy())
-            if tries_left == 0 or spent_s <= ACCOUNT_S:
+            if tries_left == 0 or spent_s <= self.account_s:
                 self.check_account(spent_s, MASKS)
                 return
 

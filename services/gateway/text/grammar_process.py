@@ -130,6 +130,7 @@ def text_of(kind: GrammarKind, content: Any) -> str:
 
 def begin(about: Mapping[str, Any], _output_bytes: int) -> Work:
     tokens = GrammarTokens(about["tokenizer"], about["end_tokens"])
+    _ = tokens.account_s  # measured now, not in the time of the first grammar that is dear
     threading.stack_size(_STACK_BYTES)
     thread = ThreadPoolExecutor(1)
     return lambda data: thread.submit(_compiled, tokens, data).result()

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from tests.cluster.cases import PRESETS, TRIED_PRESETS, Case, cases, left_by_clients
 from tests.common.machines.clusters import total
 from tests.examples import of_worlds
+from tests.support.kinds import by_default
 
 
 @pytest.mark.parametrize("preset", TRIED_PRESETS)
-@pytest.mark.parametrize("acceptance", [None, 0.8])
+@pytest.mark.parametrize("acceptance", by_default([None, 0.8], 0.8))
 def test_no_token_is_lost_or_doubled(preset: str, acceptance: float | None) -> None:
     """The world compares every token with what is expected, and each engine every slot that a row reads."""
     for seed, blocks in ((1, 64), (2, 24)):

@@ -26,7 +26,8 @@ from cohort.common.errors import CohortError, ModelError
 Words = npt.NDArray[np.int32]
 
 # Beyond these the library gives a grammar up with a message. A mask of an ordinary schema costs 20 to 100 µs. A schema
-# has 4 items in a row and 8 in a step for each optional property, so that 1,000 fit, with masks of up to 20 ms.
+# has 4 items in a row for each optional property, and 8 in a step for one that is a string: so 1,000 of these fit, with
+# masks of up to 20 ms, and 200 of any type.
 _LIMITS: dict[str, int] = {
     "max_items_in_row": 10_000,
     "initial_lexer_fuel": 500_000,

@@ -127,7 +127,7 @@ async def test_a_request_keeps_the_adapter_that_it_began_with(operated: Operated
     await operated.post(LOAD, lora_name="sql", lora_path=str(adapter))
     site.manager.gate = gate.wait
     begun = asyncio.create_task(operated.ask("sql"))
-    await eventually(lambda: site.manager.held != [])
+    await eventually(lambda: len(site.manager.submitted) == 1)
     assert (await operated.post(LOAD, lora_name="sql", lora_path=str(other), load_inplace=True))[0] == 200
     later = asyncio.create_task(operated.ask("sql"))
     await eventually(lambda: len(site.manager.submitted) == 2)

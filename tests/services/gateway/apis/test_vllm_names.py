@@ -178,7 +178,7 @@ async def test_a_request_waits_then_runs_with_its_adapter(open_site: OpenSite) -
         await eventually(site.nothing_left)
         site.manager.place = True
         runs = asyncio.create_task(site.post("/v1/completions", {**BODY, "model": "poems"}))
-        await eventually(lambda: len(site.gateway.streams) == 1 and site.manager.held != [])
+        await eventually(lambda: len(site.gateway.streams) == 1 and site.manager.held() != [])
         families = await scraped(site)
         assert (value(families, "vllm:num_requests_waiting"), value(families, "vllm:num_requests_running")) == (0, 1)
         assert families["vllm:lora_requests_info"].samples[0].labels["running_lora_adapters"] == "poems"

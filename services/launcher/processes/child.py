@@ -24,6 +24,7 @@ from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import open_private
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDING_S = 0.1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -72,6 +73,14 @@ class Running:
         os.close(self._pidfd)
         self._kill_group()
         self._ended.set_result(self._exit_code())
+        self._reap_group()
+
+    def _reap_group(self) -> None:
+        """Reap those of its group that this process has adopted; they were killed and end at any moment."""
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+            self._loop.call_later(_ENDING_S, self._reap_group)
 
     def _exit_code(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -61,6 +61,7 @@ def _fork_twice() -> int | None:
         between = os.fork()
         if between == 0:
             between = os.getpid()
+            os.setsid()  # what ends the template's group ends no worker
             pid = _fork()
             if pid:
                 os.write(tell, b"%d" % max(0, pid))

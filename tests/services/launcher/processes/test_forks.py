@@ -62,6 +62,10 @@ def lives(pid: int) -> bool:
         return False
 
 
+def is_known(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 async def said(log: Path, lines: int) -> list[str]:
     async with asyncio.timeout(20):
         while len(lines_of(log)) < lines:  # noqa: ASYNC110
@@ -102,6 +106,17 @@ async def test_one_that_is_killed_ends_by_that_signal(forks: Forks, tmp_path: Pa
     await said(tmp_path / "killed.log", 2)
     os.kill(worker.pid, signal.SIGKILL)
     assert await worker.wait() == -signal.SIGKILL
+
+
+async def test_what_a_killed_one_had_started_is_reaped(forks: Forks, tmp_path: Path) -> None:
+    """By the process that adopted it: else each would stay a zombie as long as that lives."""
+    log = tmp_path / "killed.log"
+    worker = await forks.child(command("serves"), log, environment())
+    helper = int((await said(log, 2))[1])
+    os.kill(worker.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        while is_known(helper):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_a_template_outlives_the_last_of_its_workers(forks: Forks, tmp_path: Path) -> None:

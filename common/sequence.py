@@ -136,7 +136,7 @@ class Sequence:
     @property
     def to_compute(self) -> int:
         """`uncomputed`, less what the prefix cache is expected to save a sequence that has not started."""
-        return self.uncomputed if self.computed or self.cached_ahead <= 0 else self.uncomputed - self.cached_ahead
+        return self.uncomputed - (self.begins - self.computed)
 
     @property
     def output_tokens(self) -> int:

@@ -94,7 +94,7 @@ def nested(flat: Mapping[str, Any], origin: str, base: dict[str, Any] | None = N
     return result
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML with the booleans of version 1.2: `off`, `on`, `yes` and `no` are words, as the options take them."""
 
 

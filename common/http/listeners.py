@@ -48,9 +48,9 @@ def bound_everywhere(host: str, port: int, *, shared: bool = False) -> list[sock
     return listeners
 
 
-def environment(listeners: Sequence[socket.socket]) -> Mapping[str, str]:
-    """Return the variable for the process that the listeners are passed to."""
-    return {VARIABLE: ",".join(str(each.fileno()) for each in listeners)} if listeners else {}
+def environment(descriptors: Sequence[int]) -> Mapping[str, str]:
+    """Return the variable for the process that the listeners are passed to, under these numbers."""
+    return {VARIABLE: ",".join(map(str, descriptors))} if descriptors else {}
 
 
 def inherited(port: int) -> list[socket.socket]:

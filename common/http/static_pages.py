@@ -29,7 +29,7 @@ SECURITY_HEADERS = {
 }
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
-_Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
+Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 
 
 def page_routes(folder: Path, *, index_at: str, files_under: str) -> list[web.RouteDef]:
@@ -44,7 +44,7 @@ def page_routes(folder: Path, *, index_at: str, files_under: str) -> list[web.Ro
     return routes
 
 
-def serves(data: bytes, content_type: str) -> _Handler:
+def serves(data: bytes, content_type: str) -> Handler:
     """Return the handler of one file, or of a page that is made at start."""
     etag = hashlib.sha256(data).hexdigest()[:32]
     # The browser asks every time whether its copy is still good: a page and its modules always fit together.

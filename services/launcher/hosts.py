@@ -35,7 +35,7 @@ class NotStarted(CohortError):
 
 
 class Life(Protocol):
-    """Handle on a running process: a `Child`, a `Fork` of the workers' template, or a child of an agent on a node."""
+    """Handle on a running process: a `Child`, a `Fork` of a template, or a child of an agent on a node."""
 
     @property
     def pid(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Processes on this machine: children of the launcher, or forks of the workers' template. A back end (`hosts.Hosts`).
+"""Processes on this machine: forks of two templates, of the workers and of the others. A back end (`hosts.Hosts`).
 
 Called by the supervisor, and by an agent on its node. Decides nothing.
 """
@@ -30,25 +30,28 @@ class LocalHosts:
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
-        self._forks: Forks | None = None
+        self._forks: dict[bool, Forks] = {}
+        """Of workers and, without torch, of all others."""
         self._held: dict[str, list[socket.socket]] = {}
         """Sockets that a process serves and the launcher keeps, so that connections wait while the process is away."""
 
     def request_places(self, processes: Sequence[Supervised]) -> None:
-        """Let the workers be forked from a template, which has imported what they need."""
-        modules = [f"cohort.services.{each.plan.folder}.service" for each in processes if _is_worker(each.plan)]
-        if modules and self._forks is None:
-            self._forks = Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
+        """Let processes be forked from a template, which has imported what they need."""
+        for workers in (True, False):
+            plans = [each.plan for each in processes if _is_worker(each.plan) is workers]
+            modules = [f"cohort.services.{plan.folder}.service" for plan in plans]
+            if modules and workers not in self._forks:
+                self._forks[workers] = Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
 
     async def begin(self, process: Supervised) -> Child | Fork:
         plan = process.plan
         command = plan.command(sys.executable, self._files.config_file, self._files.folder)
         log, environment = self._files.log_file(plan.instance), _environment(plan)
-        if self._forks is not None and _is_worker(plan):
-            return await self._forks.child(command, log, environment)
-        held = self._held_of(plan)
-        environment = {**environment, **listeners.environment(held)}
-        return Child(command, log, environment, [each.fileno() for each in held])
+        held = [each.fileno() for each in self._held_of(plan)]
+        forks = self._forks.get(_is_worker(plan))
+        if forks is not None:
+            return await forks.child(command, log, environment, held)
+        return Child(command, log, {**environment, **listeners.environment(held)}, held)
 
     def _held_of(self, plan: ProcessPlan) -> list[socket.socket]:
         """Return the sockets held for the process; none where they cannot be bound: the process then reports why."""
@@ -58,8 +61,8 @@ class LocalHosts:
         return self._held.get(plan.instance, [])
 
     def renew(self) -> None:
-        if self._forks is not None:
-            self._forks.renew()
+        for forks in self._forks.values():
+            forks.renew()
 
     def release(self, process: Supervised) -> None:
         if process.child is not None:
@@ -68,8 +71,8 @@ class LocalHosts:
             listener.close()
 
     def close(self) -> None:
-        if self._forks is not None:
-            self._forks.end()
+        for forks in self._forks.values():
+            forks.end()
 
     def check(self, config: Config, instance: InstanceId) -> None:
         """Check the worker against the memory that the others have left."""

@@ -26,7 +26,7 @@ import msgspec
 from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import private_folder
 
-LAUNCHER_LOG, TEMPLATE_LOG = "launcher", "workers-template"
+LAUNCHER_LOG, TEMPLATE_LOG = "launcher", "templates"
 LOG_BYTES = 256 << 10
 """The most that is read of a log at once."""
 LOG_LIMIT_BYTES = 16 << 20

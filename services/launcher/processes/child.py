@@ -23,7 +23,7 @@ from pathlib import Path
 from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import open_private
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _ENDING_S = 0.1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,8 +55,8 @@ class Running:
         self._signal(signal.SIGTERM)
 
     def hand_over(self) -> None:
-        """Ask it to drain and end while another process takes its port over, if it has one."""
-        self.terminate()
+        """Ask it to serve open connections to their end while another process takes its port over."""
+        self._signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """End it and all it started, now."""
@@ -109,9 +109,6 @@ class Child(Running):
                 preexec_fn=_die_with(os.getpid()),
             )
         super().__init__(self._process.pid)
-
-    def hand_over(self) -> None:
-        self._signal(signal.SIGUSR1)
 
     def _exit_code(self) -> int:
         return self._process.wait()

@@ -1,7 +1,7 @@
-"""Workers as forks of a template process, which imports for all of them, at their first start and at each later one.
+"""Processes as forks of a template, which imports for all of them, at their first start and at each later one.
 
-Called by the supervisor, which starts a `Child` itself where there is no template: another kind of process, or a
-template that has failed. A forked worker is to the supervisor what a `Child` is.
+Called by `local_hosts`. Where a template has failed, a process is started without one: a `Fork` is to the supervisor
+what a `Child` is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cohort.common.http.listeners import environment as passed
 from cohort.common.keys.private_files import open_private
 from cohort.services.launcher.processes.child import Child, Running, adopt_orphans
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
@@ -27,11 +28,11 @@ class TemplateLost(OSError):
 
 
 class Fork(Running):
-    """Worker that a template has forked."""
+    """Process that a template has forked."""
 
 
 class Template:
-    """One template process and the workers that it has forked."""
+    """One template and the processes that it forks."""
 
     def __init__(self, python: str, modules: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,23 +46,23 @@ class Template:
         self._forking: dict[int, asyncio.Future[Fork]] = {}
         asyncio.get_running_loop().add_reader(self._orders, self._read_births)
 
-    async def fork(self, module: str, arguments: Sequence[str], log_file: Path) -> Fork:
-        """Fork a worker that runs `module`. Raises `TemplateLost`."""
+    async def fork(self, module: str, arguments: Sequence[str], log_file: Path, listeners: Sequence[int]) -> Fork:
+        """Fork a process that runs `module` and serves `listeners`. Raises `TemplateLost`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 await self._ready.wait()
         if self._closed or not self._ready.is_set():
-            raise TemplateLost("the template of the workers does not run")
+            raise TemplateLost("the template does not run")
         self._serial += 1
         order = {"order": self._serial, "module": module, "arguments": list(arguments), "launcher": os.getpid()}
         born: asyncio.Future[Fork] = asyncio.get_running_loop().create_future()
         self._forking[self._serial] = born
         with open_private(log_file, "ab") as log:
-            socket.send_fds(self._orders, [json.dumps(order).encode()], [log.fileno()])
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [log.fileno(), *listeners])
         return await born
 
     def end(self) -> None:
-        """Kill the template; its workers live on."""
+        """Kill the template; what it has forked lives on."""
         self._process.kill()
 
     def _read_births(self) -> None:
@@ -90,12 +91,12 @@ class Template:
         asyncio.get_running_loop().remove_reader(self._orders)
         self._orders.close()
         for born in self._forking.values():
-            born.set_exception(TemplateLost("the template of the workers has ended"))
+            born.set_exception(TemplateLost("the template has ended"))
         self._forking.clear()
 
 
 class Forks:
-    """The templates of a pipeline: one for each environment of its workers."""
+    """The templates of processes that import the same: one for each environment."""
 
     def __init__(self, python: str, modules: Sequence[str], log_file: Path) -> None:
         self._python = python
@@ -104,13 +105,15 @@ class Forks:
         self._templates: dict[tuple[tuple[str, str], ...], Template] = {}
         adopt_orphans()
 
-    async def child(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Fork | Child:
+    async def child(
+        self, command: Sequence[str], log_file: Path, environment: Mapping[str, str], listeners: Sequence[int] = ()
+    ) -> Fork | Child:
         """Start `command` (PYTHON -P -m MODULE ARGUMENTS) as a fork, or as a new process if the template fails."""
         try:
-            return await self.prepare(environment).fork(command[3], command[4:], log_file)
+            return await self.prepare(environment).fork(command[3], command[4:], log_file, listeners)
         except OSError:
             self._templates.pop(_key(environment), None)
-            return Child(command, log_file, environment)
+            return Child(command, log_file, {**environment, **passed(listeners)}, listeners)
 
     def prepare(self, environment: Mapping[str, str]) -> Template:
         """Return the template of an environment, which begins to import if it is new."""
@@ -121,7 +124,7 @@ class Forks:
         return template
 
     def renew(self) -> None:
-        """Fork workers from new templates, which import present files."""
+        """Fork from new templates, which import present files."""
         self.end()
 
     def end(self) -> None:

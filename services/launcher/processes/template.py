@@ -1,12 +1,12 @@
-"""A process that has imported what a worker imports, and forks one for each order of the launcher: many workers start
-in the time of one import, and share its memory.
+"""A process that has imported what others import, and forks one for each order of the launcher: many start in the time
+of one import, and share its memory.
 
-    launcher ── order, descriptor of the log ─▶ template ── fork ── fork ─▶ worker, which the launcher adopts
-    launcher ◀───────────────── pid ────────────────┘
+    launcher ── order, log, listening sockets ─▶ template ── fork ── fork ─▶ process, which the launcher adopts
+    launcher ◀──────────────── pid ─────────────────┘
 
-Holds no thread, no event loop, no model and no device: a fork copies only what is safe to copy. A worker's parent is
-the launcher: it dies with that, and outlives the template. Started by `forks`, one for each environment (an OpenMP
-pool's size is read at import).
+Holds no thread, no event loop, no model and no device: a fork copies only what is safe to copy. The parent of what it
+forks is the launcher: that dies with the launcher, and outlives the template. Started by `forks`, one for each
+environment (an OpenMP pool's size is read at import).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 LARGEST_ORDER_BYTES = 1 << 16
+MOST_DESCRIPTORS = 32
+"""That an order may bring: the log and the sockets of every address."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.freeze()  # a collection in a worker writes to no page that it shares
     orders.send(b"{}")  # ready
     while True:
-        data, descriptors, _, _ = socket.recv_fds(orders, LARGEST_ORDER_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(orders, LARGEST_ORDER_BYTES, MOST_DESCRIPTORS)
         if not data:
             return
         order = json.loads(data)
         pid = _fork_twice()
         if pid is None:
             orders.close()
-            _become(order, descriptors[0])
+            _become(order, *descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
@@ -86,15 +88,17 @@ def _fork() -> int:
         return -1
 
 
-def _become(order: dict[str, Any], log: int) -> None:
-    """Turn this process into the worker."""
+def _become(order: dict[str, Any], log: int, *listeners: int) -> None:
+    """Turn this process into the one that was ordered."""
     import ctypes
 
-    from cohort.services.launcher.processes.child import PR_SET_PDEATHSIG
+    from cohort.common.http.listeners import environment
+    from cohort.services.launcher.processes.child import PR_SET_NAME, PR_SET_PDEATHSIG
 
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_NAME, order["module"].rpartition(".")[2].encode(), 0, 0, 0)  # as `top` and `ps -o comm` show it
     if os.getppid() != order["launcher"]:
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -102,6 +106,7 @@ def _become(order: dict[str, Any], log: int) -> None:
         os.dup2(source, target)
     for descriptor in (nothing, log):
         os.close(descriptor)
+    os.environ.update(environment(listeners))
     sys.argv = ["", *order["arguments"]]
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 

@@ -25,7 +25,7 @@ def server(held: list[socket.socket], port: int) -> subprocess.Popen[str]:
         [sys.executable, "-c", _SERVE.replace("PORT", str(port))],
         stdout=subprocess.PIPE,
         text=True,
-        env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **listeners.environment(held)},
+        env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **listeners.environment([each.fileno() for each in held])},
         pass_fds=[each.fileno() for each in held],
     )
     assert process.stdout is not None and process.stdout.readline() == "listening\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from cohort.common.process.metrics import TOKEN_HEADER
 from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
-from cohort.services.gateway import bounds, service
+from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.keys import keyring
@@ -65,14 +65,6 @@ def real_model_dir() -> Path:
     if not (path / "tokenizer.json").is_file():
         pytest.skip(f"no model in {path}; run scripts/setup or set COHORT_TEST_MODEL")
     return path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def described_once() -> Iterator[None]:
-    """Hundreds of sites show one description of the API."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "ApiPages", cache(service.ApiPages))
-        yield
 
 
 @lru_cache(8)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common.http.listeners import environment as passed
 from cohort.common.http.ports import free_port
 from cohort.services.launcher import hosts
 from cohort.services.launcher.console import Console, Line
@@ -32,17 +33,20 @@ class ToyPlan(ProcessPlan):
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """Replace the template: a toy imports nothing. Return the commands that were to be forked."""
-    commands: list[Sequence[str]] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
+    """Replace the templates: a toy imports nothing. Return what was to be forked: the template's modules, the toy's
+    behaviour."""
+    forked: list[tuple[list[str], str]] = []
 
     class Unforked(Forks):
-        async def child(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Child:
-            commands.append(command)
-            return Child(command, log_file, environment)
+        async def child(
+            self, command: Sequence[str], log_file: Path, environment: Mapping[str, str], listeners: Sequence[int] = ()
+        ) -> Child:
+            forked.append((self._modules, command[2]))
+            return Child(command, log_file, {**environment, **passed(listeners)}, listeners)
 
     monkeypatch.setattr("cohort.services.launcher.local_hosts.Forks", Unforked)
-    return commands
+    return forked
 
 
 class Pipeline:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common.http.listeners import bound_everywhere
 from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.processes.forks import Fork, Forks
 
@@ -96,9 +97,26 @@ async def test_one_that_is_told_to_end_takes_its_helpers_along(forks: Forks, tmp
     worker = await forks.child(command("serves"), log, environment())
     helper = int((await said(log, 2))[1])
     assert worker.running and lives(helper)
+    assert Path(f"/proc/{worker.pid}/comm").read_text().strip() == "forked_toy", "not the template's name"
     worker.terminate()
     assert await worker.wait() == 0 and not worker.running
     await gone(helper)
+
+
+async def test_one_accepts_on_the_socket_that_its_launcher_bound(forks: Forks, tmp_path: Path) -> None:
+    """And the next one on the same: connections that come between them wait."""
+    [listener] = bound_everywhere("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    for turn in range(2):
+        each = await forks.child(
+            command("accepts", str(port)), tmp_path / f"{turn}.log", environment(), [listener.fileno()]
+        )
+        await said(tmp_path / f"{turn}.log", 2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert int(await reader.read()) == each.pid
+        writer.close()
+        assert await each.wait() == 0
+    listener.close()
 
 
 async def test_one_that_is_killed_ends_by_that_signal(forks: Forks, tmp_path: Path) -> None:

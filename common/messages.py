@@ -493,7 +493,8 @@ class PromptState(_Base, frozen=True):
 class Heartbeat(_Base, frozen=True):
     """`stats` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read.
     `facts`: fixed words about it (a worker's device); `warnings`: sentences for the live page. `metrics_token`: shown
-    to the process, gets its series that name API keys."""
+    to the process, gets its series that name API keys. `counts`: growing counters behind the monitor's figures of the
+    last minute (`global_monitor/window.py`), histograms by bucket."""
 
     instance: InstanceId
     role: str
@@ -505,6 +506,7 @@ class Heartbeat(_Base, frozen=True):
     facts: dict[str, str] = {}
     warnings: list[str] = []
     metrics_token: str = ""
+    counts: dict[str, list[float]] = {}
 
 
 class Farewell(_Base, frozen=True):

@@ -117,15 +117,13 @@ class DraftTally(msgspec.Struct, frozen=True):
 
 
 class SloTally(msgspec.Struct, frozen=True):
-    """Finished requests by objective (ttft, tpot, deadline), since the gateway's start; `recent_`: of the latest ones.
-    `key`: name of an API key; "" = all keys."""
+    """Finished requests by objective (ttft, tpot, deadline), since the gateway's start. `key`: name of an API key; "" =
+    all keys."""
 
     traffic_class: str
     objective: str
     met: int
     missed: int
-    recent_met: int = 0
-    recent_missed: int = 0
     key: str = ""
 
 

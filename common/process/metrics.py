@@ -12,7 +12,7 @@ Never aggregates over processes (the monitor does) and never resets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -58,6 +58,10 @@ class Labelled(Generic[M]):
         """Return labels, the constant ones included, and value of each child of a counter or gauge."""
         return [(sample.labels, sample.value) for sample in self.samples()]
 
+    def children(self) -> list[tuple[tuple[str, ...], M]]:
+        """Return the varying labels and the child of each that was touched."""
+        return list(self._children.items())
+
     def samples(self) -> list[Sample]:
         """Return the samples of all children, a histogram's buckets, sums and counts one by one."""
         return [sample for family in self._metric.collect() for sample in family.samples]
@@ -74,6 +78,32 @@ class ManyHistogram(Histogram):
             if amount <= bound:
                 bucket.inc(count)
                 break
+
+    @property
+    def counts(self) -> list[float]:
+        """Observations by bucket, not cumulative, `+Inf` last."""
+        return [bucket.get() for bucket in self._buckets]
+
+    @property
+    def sum(self) -> float:
+        value: float = self._sum.get()
+        return value
+
+
+def quantile(counts: Mapping[float, float], share: float) -> float | None:
+    """Return a histogram's quantile, interpolated as Prometheus does; None where nothing was observed. `counts`: of
+    each bucket alone, by its upper bound."""
+    total = sum(counts.values())
+    if not total:
+        return None
+    rank, below, lower = share * total, 0.0, 0.0
+    for bound in sorted(counts):
+        if below + counts[bound] >= rank:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (rank - below) / counts[bound] if counts[bound] else bound
+        below, lower = below + counts[bound], bound
+    return lower
 
 
 class MetricFactory:

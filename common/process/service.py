@@ -75,7 +75,7 @@ FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartb
 @dataclass(slots=True)
 class ServiceContext:
     """The surroundings of a service. `stats` and `ready` are the service's to set: they ride in every heartbeat and
-    answer /ready, as do `facts`, fixed words about the process, and `warnings`, sentences for the live page.
+    answer /ready, as do `facts`, fixed words about the process, `warnings`, sentences for the live page, and `counts`.
     `metrics_url` too, by a service that serves its metrics on its own application. `private_registry` has the series
     that name API keys: the monitor alone gets them, by the `metrics_token` of the heartbeats. `renamed_registry` has
     what other series say too, under another server's names: all but the monitor get it, so that no sum has it twice.
@@ -98,6 +98,7 @@ class ServiceContext:
     stats: Callable[[], dict[str, float]] = dict
     facts: Callable[[], dict[str, str]] = dict
     warnings: Callable[[], list[str]] = list
+    counts: Callable[[], dict[str, list[float]]] = dict
     ready: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     metrics_url: str = ""
@@ -452,10 +453,10 @@ class _Service:
         while True:
             lag.set(max(0.0, loop.time() - due_s))
             try:
-                stats = {**process_stats(), **context.stats()}
+                stats, counts = {**process_stats(), **context.stats()}, context.counts()
             except Exception:
                 self._log.exception("stats for the heartbeat could not be read")
-                stats = {}
+                stats, counts = {}, {}
             with contextlib.suppress(PeerUnreachable):
                 bus.send(
                     MONITOR,
@@ -470,6 +471,7 @@ class _Service:
                         facts=context.facts(),
                         warnings=context.warnings(),
                         metrics_token=context.metrics_token,
+                        counts=counts,
                     ),
                 )
             due_s = loop.time() + HEARTBEAT_S

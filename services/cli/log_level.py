@@ -16,10 +16,10 @@ from pathlib import Path
 
 from cohort.common import paths
 from cohort.common.process.log_levels import LEVELS, Level, request_level
+from cohort.services.cli.ports import add_port
 from cohort.services.launcher.control import EXIT_NOT_RUNNING, running
 from cohort.services.launcher.run_files import ProcessMark, RunFiles
 
-DEFAULT_PORT = 8000
 ANSWER_DEADLINE_S = 3.0
 _POLL_S = 0.02
 
@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "decode, unified); default: all",
     )
     parser.add_argument("level", choices=LEVELS, metavar="LEVEL", help=f"one of {', '.join(LEVELS)}")
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="the pipeline's, where clients come (default: %(default)s)"
-    )
+    add_port(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-DEFAULT_PORT = 8000
+from cohort.services.cli.ports import add_port
 
 DESCRIPTION = "Restart the processes of a running pipeline one after the other, without a lost request."
 
@@ -24,9 +24,7 @@ Exit codes: 0 all are ready again, 1 one did not come back (the others were left
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("processes", nargs="*", metavar="PROCESS", help="decode-0, gateway … (default: all)")
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="of the pipeline's gateway (default: %(default)s)"
-    )
+    add_port(parser)
 
 
 def run(options: argparse.Namespace) -> int:

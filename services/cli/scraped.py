@@ -1,8 +1,4 @@
-"""The monitor's joint metrics, read over HTTP: sums, and quantiles of histograms, also of what came between readings.
-
-Used by `cohort status` and `cohort doctor`. Prometheus does the same with rate() and histogram_quantile(); this is for
-a terminal, without one.
-"""
+"""The monitor's joint metrics, read over HTTP, and their sums. Used by `cohort status` and `cohort doctor`."""
 
 from __future__ import annotations
 
@@ -45,17 +41,6 @@ class Scraped:
         """Read the metrics of the monitor at this address. Raises `OSError`, `ValueError`."""
         return Scraped(get(url.rstrip("/") + "/metrics")[0].decode("utf-8", "replace"))
 
-    def since(self, earlier: Scraped) -> Scraped:
-        """Return the counts between the two readings. A counter that is smaller than before began anew."""
-        grown = Scraped("")
-        for name, series in self._samples.items():
-            before = earlier._samples.get(name, {})
-            grown._samples[name] = {
-                labels: value - before.get(labels, 0.0) if value >= before.get(labels, 0.0) else value
-                for labels, value in series.items()
-            }
-        return grown
-
     def each(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
         """Yield the series of this name with these labels."""
         wanted = labels.items()
@@ -65,29 +50,6 @@ class Scraped:
 
     def total(self, name: str, **labels: str) -> float:
         return sum(value for _, value in self.each(name, **labels) if not math.isnan(value))
-
-    def values(self, name: str, label: str) -> list[str]:
-        """Return the values of this label."""
-        return sorted({found.get(label, "") for found, _ in self.each(name)} - {""})
-
-    def quantile(self, name: str, share: float, **labels: str) -> float | None:
-        """Return a histogram's quantile, interpolated as Prometheus does; None where nothing was observed."""
-        buckets: dict[float, float] = defaultdict(float)
-        for found, value in self.each(f"{name}_bucket", **labels):
-            buckets[float(found["le"])] += value
-        bounds = sorted(buckets)
-        if not bounds or not buckets[bounds[-1]]:
-            return None
-        rank, below, lower = share * buckets[bounds[-1]], 0.0, 0.0
-        for bound in bounds:
-            count = buckets[bound]
-            if count >= rank:
-                if math.isinf(bound):
-                    return lower
-                inside = count - below
-                return bound if inside <= 0 else lower + (bound - lower) * (rank - below) / inside
-            below, lower = count, bound
-        return lower
 
 
 def unreachable(error: OSError) -> str:

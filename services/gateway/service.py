@@ -169,7 +169,7 @@ class Gateway:
         if tls is not None:
             ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")
             ends().set_function(lambda: tls.loaded.expires_s)
-        context.stats = self._stats
+        context.stats, context.counts = self._stats, self.streams.stats.counts
         names = VllmNames(self._metrics, self.streams.stats, self._machine, config, context.clock, context.model_name)
         context.renamed_registry.register(names)
 
@@ -376,7 +376,7 @@ class Gateway:
         ledger = self._machine.ledger
         waiting = ledger.waiting_requests
         return {
-            **self.streams.stats.recent.stats(),
+            **self.streams.stats.recorded,
             "requests_waiting": waiting,
             "requests_running": len(ledger) - waiting,
             "open_streams": len(self.streams),

@@ -53,7 +53,7 @@ class GatewayShow:
             briefs,
             len(self._streams),
             lives,
-            slo_tallies(self._metrics.slo.values(), past.outcomes())[:_MOST_TALLIES],
+            slo_tallies(self._metrics.slo.values())[:_MOST_TALLIES],
         )
 
     def _life(self, name: RequestId, now_s: float, past: PastRequests) -> RequestLife | None:
@@ -66,9 +66,7 @@ class GatewayShow:
         return msgspec.structs.replace(found.life, age_s=found.life.age_s + now_s - found.ended_at_s)
 
 
-def slo_tallies(
-    counted: list[tuple[dict[str, str], float]], recent: dict[tuple[str, str], list[int]]
-) -> list[SloTally]:
+def slo_tallies(counted: list[tuple[dict[str, str], float]]) -> list[SloTally]:
     """Sum `cohort_slo_requests_total`, given as labels and values. The label `key`, where there is one, is an API key's
     name; tallies of all requests are sums over the keys."""
     sums: dict[tuple[str, str, str], list[int]] = {}
@@ -77,8 +75,4 @@ def slo_tallies(
         for key in {"", labels.get("key", "")}:
             tally = sums.setdefault((key, traffic_class, objective), [0, 0])
             tally[labels["outcome"] != "met"] += int(value)
-    tallies = []
-    for (key, traffic_class, objective), (met, missed) in sorted(sums.items()):
-        late = recent.get((traffic_class, objective), [0, 0]) if not key else [0, 0]
-        tallies.append(SloTally(traffic_class, objective, met, missed, late[0], late[1], key))
-    return tallies
+    return [SloTally(each, objective, *both, key) for (key, each, objective), both in sorted(sums.items())]

@@ -18,6 +18,7 @@ seen.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ from dataclasses import dataclass, field
 from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.types import InstanceId
 from cohort.services.global_monitor.demand import Counters, Demand
+from cohort.services.global_monitor.window import WINDOW_S, Figures, Growth, figures, summed
 
 MAX_INSTANCES = 1000  # more names than that is a mistake somewhere, not a pipeline
 MAX_EVENTS = 200
 SAMPLE_EVERY_S = 1.0
-HISTORY_S = 900.0  # what the live page can show
+HISTORY_S = 3600.0  # what the live page can show
+FORGET_S = 900.0  # after so long a process that is down or has left is forgotten
 
 
 class Status(enum.StrEnum):
@@ -58,6 +61,7 @@ class Process:
     warnings: list[str] = field(default_factory=list)
     metrics_token: str = field(default="", repr=False)
     counters: Counters = field(default_factory=Counters)
+    growth: Growth = field(default_factory=Growth)
 
     def age_s(self, now_s: float) -> float:
         return max(0.0, now_s - self.last_heartbeat_s)
@@ -74,7 +78,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The whole at one moment, for the page's curves. Rates are per second since the sample before."""
+    """The whole at one moment, for the page's curves. Rates are per second since the sample before; `kv_used` and
+    `kv_cached` are shares of all blocks: referenced, and kept for reuse. Latencies: of the last minute, NaN = none."""
 
     at_s: float
     requests_running: float
@@ -83,7 +88,16 @@ class Sample:
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     kv_used: float
+    kv_cached: float
     failed_per_s: float
+    rt_ttft_p50_s: float
+    rt_ttft_p99_s: float
+    rt_tpot_p50_s: float
+    rt_tpot_p99_s: float
+    be_ttft_p50_s: float
+    be_ttft_p99_s: float
+    be_tpot_p50_s: float
+    be_tpot_p99_s: float
 
 
 _COUNTED = ("requests_total", "finished_total", "prompt_tokens_total", "generation_tokens_total", "failed_total")
@@ -98,7 +112,8 @@ class Cluster:
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.samples: deque[Sample] = deque(maxlen=max(1, round(history_s / SAMPLE_EVERY_S)))
         self._silence_s = silence_s
-        self._forget_s = history_s
+        self._forget_s = FORGET_S
+        self._began_s: float | None = None
         self._sampled_s: float | None = None
         self._grown = dict.fromkeys(_COUNTED, 0.0)
 
@@ -128,6 +143,7 @@ class Cluster:
         process.status, process.last_heartbeat_s = Status.UP, now_s
         process.facts, process.warnings = dict(beat.facts), list(beat.warnings)
         process.metrics_token = beat.metrics_token
+        process.growth.note(now_s, beat.incarnation, beat.stats, beat.counts)
         if process.role == "gateway":
             self._count(now_s, process)
         return self._note(events)
@@ -151,7 +167,7 @@ class Cluster:
                 del self.processes[process.instance]
         self.demand.advance(now_s)
         if self._sampled_s is None:
-            self._sampled_s = now_s
+            self._sampled_s = self._began_s = now_s
         elif now_s - self._sampled_s >= SAMPLE_EVERY_S - 1e-6:
             self._sample(now_s, now_s - self._sampled_s)
         return self._note(events)
@@ -171,6 +187,15 @@ class Cluster:
         """Return the sum of one figure over the processes that are up."""
         return sum(p.stats.get(name, 0.0) for p in self.up() if role is None or p.role == role)
 
+    def window_s(self, now_s: float) -> float:
+        """Return the length of the window that ends now: a minute, less until the monitor has run so long."""
+        return 0.0 if self._began_s is None else min(WINDOW_S, now_s - self._began_s)
+
+    def figures(self, now_s: float) -> Figures:
+        """Return the figures of the last minute, of all gateways."""
+        gateways = [process for process in self.processes.values() if process.role == "gateway"]
+        return figures(summed(each.growth.since(now_s) for each in gateways), self.window_s(now_s))
+
     def _count(self, now_s: float, gateway: Process) -> None:
         grown = {name: gateway.counters.increase(gateway.incarnation, gateway.stats, name) for name in _COUNTED}
         for name, amount in grown.items():
@@ -188,8 +213,15 @@ class Cluster:
                 arrivals_per_s=self._grown["requests_total"] / passed_s,
                 output_tokens_per_s=self._grown["generation_tokens_total"] / passed_s,
                 prompt_tokens_per_s=self._grown["prompt_tokens_total"] / passed_s,
-                kv_used=1 - self.total("kv_free_blocks") / blocks if blocks else 0.0,
+                kv_used=self.total("kv_used_blocks") / max(1.0, blocks),
+                kv_cached=self.total("kv_cached_blocks") / max(1.0, blocks),
                 failed_per_s=self._grown["failed_total"] / passed_s,
+                **{
+                    f"{name}_{which}_{share}_s": math.nan if value is None else value
+                    for name, each in self.figures(now_s).classes.items()
+                    for which, latency in (("ttft", each.ttft), ("tpot", each.tpot))
+                    for share, value in (("p50", latency.p50_s), ("p99", latency.p99_s))
+                },
             )
         )
         self._sampled_s = now_s

@@ -7,7 +7,7 @@ markup of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ from cohort.common.views import (
     Row,
     SloTally,
 )
-from cohort.services.global_monitor.live_views import RATED, Aged, LiveViews, draft_counters
+from cohort.services.global_monitor.live_views import Aged, LiveViews, draft_counters
 from cohort.services.global_monitor.page import ClusterState, ProcessState
 from cohort.services.global_monitor.planner import PlannerState
 
@@ -39,14 +39,7 @@ MOST_SAMPLES = 150
 MOST_TALLIES = 96
 _ALL_ROWS = 512
 _LEAST_ROWS = 8
-_PICTURED = ("requests_running", "requests_waiting", "running", "waiting", "kv_total_blocks", "kv_free_blocks")
-
-
-class LiveProcess(msgspec.Struct, frozen=True):
-    """`rates`: per second, of the counters in `RATED` that it has."""
-
-    process: ProcessState
-    rates: dict[str, float]
+_PICTURED = ("requests_running", "requests_waiting", "running", "waiting", "kv_total_blocks", "kv_used_blocks")
 
 
 class LiveQueue(msgspec.Struct, frozen=True):
@@ -56,7 +49,7 @@ class LiveQueue(msgspec.Struct, frozen=True):
 
 
 class LiveDrafts(msgspec.Struct, frozen=True):
-    """Draft statistics of a class, of the last seconds (`lately`) or since the worker's start. `acceptance`: share of
+    """Draft statistics of a class, of the last minute (`lately`) or since the worker's start. `acceptance`: share of
     right drafts; `tokens_a_step`: of a row with drafts. `rows` are since the start."""
 
     traffic_class: str
@@ -88,10 +81,10 @@ class LiveDecision(msgspec.Struct, frozen=True):
 
 
 class LiveState(msgspec.Struct, frozen=True):
-    """`processes` counts all. `life`: of the request that this page chose, None while no gateway knows it."""
+    """`processes` counts all; `cluster` has the first of them. `life`: of the request that this page chose, None while
+    no gateway knows it."""
 
     cluster: ClusterState
-    live: list[LiveProcess]
     processes: int
     block_states: tuple[str, ...]
     queue: LiveQueue | None
@@ -105,7 +98,6 @@ class LiveState(msgspec.Struct, frozen=True):
 
 def live_state(cluster: ClusterState, looking: LiveViews, request_id: RequestId, now_s: float = 0.0) -> LiveState:
     """Return the live page's state. `cluster` as in `/api/state`; `now_s` dates a planner's decisions."""
-    shown = cluster.processes[:MOST_PROCESSES]
     requests = sorted(
         (_older(brief, age_s) for age_s, view in looking.fresh(GatewayView) for brief in view.requests),
         key=lambda brief: (brief.ended_s is not None, brief.ended_s if brief.ended_s is not None else brief.age_s),
@@ -119,7 +111,6 @@ def live_state(cluster: ClusterState, looking: LiveViews, request_id: RequestId,
     queue = next((LiveQueue(view.order, view.classes, view.buckets) for _, view in looking.fresh(ManagerView)), None)
     return LiveState(
         cluster=_bounded(cluster),
-        live=[_process(process, index, looking) for index, process in enumerate(shown)],
         processes=len(cluster.processes),
         block_states=BLOCK_STATES,
         queue=queue,
@@ -133,31 +124,38 @@ def live_state(cluster: ClusterState, looking: LiveViews, request_id: RequestId,
 
 
 def _bounded(cluster: ClusterState) -> ClusterState:
-    """Leave out what the feed has elsewhere; of many samples return every n-th, the last one included."""
+    """Bound the processes, events and samples."""
     step = -(-len(cluster.sample_ages_s) // MOST_SAMPLES) or 1
     thin = slice((len(cluster.sample_ages_s) - 1) % step, None, step)
     return msgspec.structs.replace(
         cluster,
-        processes=[],
+        processes=[_process(process, index) for index, process in enumerate(cluster.processes[:MOST_PROCESSES])],
         events=cluster.events[:MOST_EVENTS_SHOWN],
         sample_ages_s=cluster.sample_ages_s[thin],
-        samples={name: values[thin] for name, values in cluster.samples.items()},
+        samples={name: _thinned(name, values, thin.start, step) for name, values in cluster.samples.items()},
     )
 
 
-def _process(process: ProcessState, index: int, looking: LiveViews) -> LiveProcess:
+def _thinned(name: str, values: Sequence[float | None], first: int, step: int) -> list[float | None]:
+    """Return every `step`-th value from `first` on; of rates the mean since the one before."""
+    if not name.endswith("_per_s"):
+        return list(values[first::step])
+    groups = (values[max(0, last + 1 - step) : last + 1] for last in range(first, len(values), step))
+    return [round(sum(value or 0.0 for value in group) / len(group), 4) for group in groups]
+
+
+def _process(process: ProcessState, index: int) -> ProcessState:
     stats = process.stats
     if index >= MOST_WITH_STATS:
         stats = {name: stats[name] for name in _PICTURED if name in stats}
-    rates = {name: round(rate, 3) for name in RATED if (rate := looking.meter.rate(process.instance, name)) is not None}
     rounded = {name: float(f"{value:.6g}") for name, value in stats.items()}
-    return LiveProcess(msgspec.structs.replace(process, stats=rounded), rates)
+    return msgspec.structs.replace(process, stats=rounded)
 
 
 def _workers(looking: LiveViews) -> list[LiveWorker]:
     views = looking.fresh(WorkerView)
     rows = max(_LEAST_ROWS, _ALL_ROWS // max(1, len(views)))
-    meter = looking.view_meter
+    meter = looking.meter
     return [
         LiveWorker(
             view.instance,
@@ -176,7 +174,7 @@ def _workers(looking: LiveViews) -> list[LiveWorker]:
 
 def _drafts(instance: str, tally: DraftTally, looking: LiveViews) -> LiveDrafts:
     since_start = tuple(draft_counters(tally).values())
-    rates = [looking.view_meter.rate(instance, name) for name in draft_counters(tally)]
+    rates = [looking.meter.rate(instance, name) for name in draft_counters(tally)]
     known = [rate for rate in rates if rate is not None]
     lately = len(known) == len(since_start) and known[0] > 0.0
     rows, proposed, accepted = known if lately else since_start
@@ -201,11 +199,7 @@ def _tallies(looking: LiveViews) -> list[SloTally]:
                 sums[place] = tally
                 continue
             sums[place] = msgspec.structs.replace(
-                tally,
-                met=before.met + tally.met,
-                missed=before.missed + tally.missed,
-                recent_met=before.recent_met + tally.recent_met,
-                recent_missed=before.recent_missed + tally.recent_missed,
+                tally, met=before.met + tally.met, missed=before.missed + tally.missed
             )
     return [sums[place] for place in sorted(sums)][:MOST_TALLIES]
 

@@ -20,6 +20,7 @@ from cohort.common.messages import Look, Message, View, WorkerView
 from cohort.common.types import InstanceId, RequestId
 from cohort.common.views import MOST_CHOSEN, MOST_ID, DraftTally
 from cohort.services.global_monitor.aggregate import Cluster
+from cohort.services.global_monitor.window import WINDOW_S
 
 V = TypeVar("V", bound=View)
 
@@ -29,22 +30,10 @@ MOST_VIEWERS = MOST_CHOSEN
 """Pages that are open at once; a page beyond them is refused until later."""
 MOST_WORKERS = 32
 """Workers that are asked; of a larger cluster the first ones, along their names."""
-RATE_WINDOW_S = 5.0
 _ALL_CELLS = 8192
 _LEAST_CELLS = 256
 _STALE_S = 4.0
 """A view older than this is of a process that does not answer, and is not shown."""
-
-RATED = (
-    "requests_total",
-    "finished_total",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "predictions_total",
-    "dispatched_total",
-    "prefill_tokens_total",
-    "decode_tokens_total",
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,18 +62,18 @@ class Aged(NamedTuple, Generic[V]):
 
 
 class Meter:
-    """Rates of growing counters over the last seconds, by process; a new incarnation starts anew."""
+    """Rates of the views' counters over the last minute, as far as somebody looked; a new incarnation starts anew."""
 
     def __init__(self) -> None:
         self._seen: dict[InstanceId, deque[_Seen]] = {}
 
     def note(self, now_s: float, instance: InstanceId, incarnation: int, counters: dict[str, float]) -> None:
-        seen = self._seen.setdefault(instance, deque(maxlen=64))
+        seen = self._seen.setdefault(instance, deque(maxlen=2 * round(WINDOW_S)))
         if seen and seen[-1].incarnation != incarnation:
             seen.clear()
         if not seen or now_s > seen[-1].at_s:
             seen.append(_Seen(now_s, incarnation, counters))
-        while len(seen) > 2 and seen[1].at_s <= now_s - RATE_WINDOW_S:
+        while len(seen) > 2 and seen[1].at_s <= now_s - WINDOW_S:
             seen.popleft()
 
     def rate(self, instance: InstanceId, name: str) -> float | None:
@@ -112,7 +101,6 @@ class LiveViews:
         self._viewers: list[Viewer] = []
         self._views: dict[InstanceId, tuple[float, View]] = {}
         self.meter = Meter()
-        self.view_meter = Meter()
 
     @asynccontextmanager
     async def watching(self, request_id: RequestId) -> AsyncIterator[Viewer]:
@@ -128,7 +116,7 @@ class LiveViews:
             self._viewers.remove(viewer)
             if not self._viewers:
                 self._views.clear()
-                self.meter, self.view_meter = Meter(), Meter()
+                self.meter = Meter()
 
     def on_view(self, view: View) -> None:
         """Store a view. One that nobody requested, or that comes after the last viewer left, is dropped."""
@@ -143,7 +131,7 @@ class LiveViews:
             counters = {"sent": view.kv_sent_bytes, "received": view.kv_received_bytes}
             for tally in view.drafts:
                 counters |= draft_counters(tally)
-            self.view_meter.note(now_s, view.instance, process.incarnation, counters)
+            self.meter.note(now_s, view.instance, process.incarnation, counters)
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -156,9 +144,6 @@ class LiveViews:
         if not self._viewers:
             return
         self.meter.keep(self._cluster.processes)
-        self.view_meter.keep(self._cluster.processes)
-        for process in self._cluster.up():
-            self.meter.note(process.last_heartbeat_s, process.instance, process.incarnation, process.stats)
         self._request_views()
         for viewer in self._viewers:
             viewer.updated.set()

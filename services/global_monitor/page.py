@@ -6,16 +6,20 @@ ours.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from cohort.services.global_monitor.aggregate import Cluster, Process, Sample
 from cohort.services.global_monitor.planner import PlannerState
+from cohort.services.global_monitor.window import Figures, WorkerFigures, rates_of, worker_figures
 
 _ROLE_ORDER = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """One process. `status`: up, down or left; `since_s`: seconds in that status. `facts`: of a worker, its device."""
+    """One process. `status`: up, down or left; `since_s`: seconds in that status. `facts`: of a worker, its device.
+    `rates`: per second, and `work`: of a worker, both of the last minute."""
 
     instance: str
     role: str
@@ -29,6 +33,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     stats: dict[str, float]
     facts: dict[str, str] = {}
     warnings: list[str] = []
+    rates: dict[str, float] = {}
+    work: WorkerFigures | None = None
 
 
 class EventState(msgspec.Struct, frozen=True):
@@ -38,19 +44,23 @@ class EventState(msgspec.Struct, frozen=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """`samples`: columns of the curves, `samples[name][i]` taken `sample_ages_s[i]` seconds ago, oldest first."""
+    """`last_minute`: the figures. `samples`: columns of the curves, `samples[name][i]` taken `sample_ages_s[i]` seconds
+    ago, oldest first. `slo`: seconds to the first token and for each later one that real-time requests get by default,
+    where there are such."""
 
     name: str
     model: str
     uptime_s: float
     processes: list[ProcessState]
     events: list[EventState]
+    last_minute: Figures
+    slo: dict[str, float]
     arrival_rate: float
     arrival_rate_forecast: float
     mean_prompt_tokens: float
     mean_output_tokens: float
     sample_ages_s: list[float]
-    samples: dict[str, list[float]]
+    samples: dict[str, list[float | None]]
     planner: PlannerState | None = None
 
 
@@ -62,6 +72,7 @@ def state(
     model: str,
     uptime_s: float,
     history_s: float,
+    slo: dict[str, float] | None = None,
     planner: PlannerState | None = None,
 ) -> ClusterState:
     """Return the state of `/api/state`. `history_s`: how far back the curves go."""
@@ -71,17 +82,19 @@ def state(
         name=name,
         model=model,
         uptime_s=round(uptime_s, 3),
-        processes=[_process(p, now_s) for p in sorted(cluster.processes.values(), key=_order)],
+        processes=[_process(p, now_s, cluster.window_s(now_s)) for p in sorted(cluster.processes.values(), key=_order)],
         events=[
             EventState(round(max(0.0, now_s - event.at_s), 3), event.instance, event.what)
             for event in reversed(cluster.events)
         ],
+        last_minute=cluster.figures(now_s),
+        slo=slo or {},
         arrival_rate=cluster.demand.rate,
         arrival_rate_forecast=cluster.demand.forecast(),
         mean_prompt_tokens=cluster.demand.mean_prompt_tokens,
         mean_output_tokens=cluster.demand.mean_output_tokens,
         sample_ages_s=[round(now_s - sample.at_s, 2) for sample in samples],
-        samples={column: [round(getattr(sample, column), 4) for sample in samples] for column in columns},
+        samples={column: [_rounded(getattr(sample, column)) for sample in samples] for column in columns},
         planner=planner,
     )
 
@@ -92,7 +105,12 @@ def _order(process: Process) -> tuple[int, str, str]:
     return (_ROLE_ORDER.index(process.role) if known else len(_ROLE_ORDER), process.role, process.instance)
 
 
-def _process(process: Process, now_s: float) -> ProcessState:
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 4)
+
+
+def _process(process: Process, now_s: float, window_s: float) -> ProcessState:
+    grown = process.growth.since(now_s)
     return ProcessState(
         process.instance,
         process.role,
@@ -106,4 +124,6 @@ def _process(process: Process, now_s: float) -> ProcessState:
         process.stats,
         process.facts,
         process.warnings,
+        rates_of(grown, window_s),
+        worker_figures(grown),
     )

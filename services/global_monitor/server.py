@@ -11,6 +11,7 @@ kept out (`common/http/browsers.py`).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,12 +41,12 @@ _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control":
 class LiveFeed:
     """Feed of the live page: server-sent events, one `LiveState` a second as JSON.
 
-    `?request=ID` chooses the request whose life the page shows. Processes are asked for their views while a connection
-    is open (`live_views.py`). A slow reader misses updates and gets the latest state next; one that takes nothing is
-    let go.
+    `?request=ID` chooses the request whose life the page shows, `?history_s=` how far its curves go back. Processes are
+    asked for their views while a connection is open (`live_views.py`). A slow reader misses updates and gets the latest
+    state next; one that takes nothing is let go.
     """
 
-    def __init__(self, looking: LiveViews, read: Callable[[RequestId], LiveState]) -> None:
+    def __init__(self, looking: LiveViews, read: Callable[[RequestId, float], LiveState]) -> None:
         self._looking = looking
         self._read = read
         self._encode = msgspec.json.Encoder().encode
@@ -55,6 +56,7 @@ class LiveFeed:
         chosen = request.query.get("request", "")
         if len(chosen) > MOST_ID:
             raise web.HTTPBadRequest(text=f"request: an id of {MOST_ID} characters at most\n")
+        history_s = _history_s(request, "300")
         response = web.StreamResponse(headers=_HEADERS)
         try:
             async with self._looking.watching(chosen) as viewer:
@@ -63,12 +65,22 @@ class LiveFeed:
                 while True:
                     viewer.updated.clear()
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
-                        await response.write(b"data: " + self._encode(self._read(chosen)) + b"\n\n")
+                        await response.write(b"data: " + self._encode(self._read(chosen, history_s)) + b"\n\n")
                     await viewer.updated.wait()
         except TooManyViewers:
             raise web.HTTPServiceUnavailable(text="too many pages are open\n", headers={"Retry-After": "10"}) from None
         except (TimeoutError, ConnectionError):
             return response
+
+
+def _history_s(request: web.Request, otherwise: str) -> float:
+    try:
+        history_s = float(request.query.get("history_s", otherwise))
+    except ValueError:
+        history_s = math.nan
+    if math.isnan(history_s):
+        raise web.HTTPBadRequest(text="history_s must be a number of seconds\n")
+    return min(max(0.0, history_s), HISTORY_S)
 
 
 async def _secure(_: web.Request, response: web.StreamResponse) -> None:
@@ -87,11 +99,7 @@ def application(
     """Make the web application. `read_state(history_s)` is for programs; the page lives on the `feed`."""
 
     async def api_state(request: web.Request) -> web.Response:
-        try:
-            history_s = float(request.query.get("history_s", "120"))
-        except ValueError:
-            raise web.HTTPBadRequest(text="history_s must be a number of seconds\n") from None
-        body = msgspec.json.encode(read_state(min(max(0.0, history_s), HISTORY_S)))
+        body = msgspec.json.encode(read_state(_history_s(request, "120")))
         return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def metrics(_: web.Request) -> web.Response:

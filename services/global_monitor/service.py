@@ -28,7 +28,6 @@ from cohort.services.global_monitor.page import ClusterState, state
 from cohort.services.global_monitor.planner import Planner, planner_state
 
 SILENCE_S = 3.0  # six heartbeats: a process that has missed these is reported as down
-_LIVE_HISTORY_S = 300.0
 PUSH_INTERVAL_S = 0.5  # figures to the manager, which ignores them when they are several seconds old
 
 
@@ -58,6 +57,8 @@ class GlobalMonitor:
         self._instance = instance
         self._incarnation = incarnation
         self._started_s = clock.now_s()
+        slo = {"ttft": config.gateway.rt_ttft_slo_s, "tpot": config.gateway.rt_tpot_slo_s}
+        self._slo = {name: seconds for name, seconds in slo.items() if seconds}
         self.live_views = LiveViews(self.cluster, clock.now_s, self._send)
         self._managers = tuple(manager_endpoints)
         for manager, endpoint in manager_endpoints.items():
@@ -111,12 +112,13 @@ class GlobalMonitor:
             model=self._model,
             uptime_s=now_s - self._started_s,
             history_s=history_s,
+            slo=self._slo,
             planner=None if self.planner is None else planner_state(self.planner),
         )
 
-    def read_live(self, request_id: RequestId) -> LiveState:
+    def read_live(self, request_id: RequestId, history_s: float) -> LiveState:
         """Return the live page's state, with the life of this request; "": of none."""
-        return live_state(self.read_state(_LIVE_HISTORY_S), self.live_views, request_id, self._clock.now_s())
+        return live_state(self.read_state(history_s), self.live_views, request_id, self._clock.now_s())
 
     def _send(self, peer: InstanceId, message: Message) -> None:
         with contextlib.suppress(PeerUnreachable):  # it will be seen to be down

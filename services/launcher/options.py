@@ -27,6 +27,7 @@ Ctrl-C drains and ends all processes; a second Ctrl-C ends them at once.
 Logs: one file per process, named at start. Live figures: `cohort status`, or the monitor's page named at start.
 """
 
+DEFAULT_PORT = 8000
 
 _KEYS = {
     "model": "model.path",

@@ -88,7 +88,7 @@ def view_of(peer: InstanceId, asked: Look, many: int) -> View | None:
         requests += [
             RequestBrief(f"{MARKUP}{n}", "be", "running", 2.0, 30, 4, 1, [MARKUP]) for n in range(min(many, 50))
         ]
-        slo = [SloTally("rt", "ttft", 90, 10, 45, 5), SloTally("rt", "ttft", 9, 1, key=MARKUP)]
+        slo = [SloTally("rt", "ttft", 90, 10), SloTally("rt", "ttft", 9, 1, key=MARKUP)]
         return GatewayView("gateway", requests, many, [life(each) for each in asked.requests], slo)
     if peer == "manager":
         decisions = [Decision(3.0, "refused", ENDED, [], "infeasible", MARKUP, 2.5), Decision(4.0, "placed", "x")]
@@ -145,12 +145,12 @@ class Recorded:
             if view is not None:
                 asyncio.get_running_loop().call_soon(self.monitor.live_views.on_view, view)
 
-    def live(self, request_id: str) -> LiveState:
+    def live(self, request_id: str, history_s: float) -> LiveState:
         """As the monitor has it, with what a planner of its own would tell."""
         if not self.standbys:
-            return self.monitor.read_live(request_id)
+            return self.monitor.read_live(request_id, history_s)
         now_s = SystemClock().now_s()
-        told = msgspec.structs.replace(self.monitor.read_state(300.0), planner=planned(now_s))
+        told = msgspec.structs.replace(self.monitor.read_state(history_s), planner=planned(now_s))
         return live_state(told, self.monitor.live_views, request_id, now_s)
 
     def beat(self, serial: int) -> None:

@@ -169,7 +169,9 @@ class WorkerLoop:
             self._bus.connect(manager, endpoint)
         if self._revises_predictions:
             self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
-        self._context.stats = self._heartbeat_stats
+        self._context.stats, self._context.counts = self._heartbeat_stats, self._metrics.counts
+        fixed = self._context.warnings
+        self._context.warnings = lambda: [*fixed(), *filter(None, [self._metrics.slow.warning()])]
         self._context.ready = True
         try:
             async with asyncio.TaskGroup() as tasks:

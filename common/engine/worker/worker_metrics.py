@@ -11,6 +11,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from cohort.common.engine.device import compiled_kernels
+from cohort.common.engine.worker.slow_iterations import SlowIterations
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import NotAhead, WorkerCounters
 from cohort.common.policies.interface import IterationPlan
@@ -65,7 +66,7 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("parked", lambda s: s.stats.parked, engine.requests_parked()),
         Stat("", lambda s: s.used_blocks / max(1, s.stats.total_blocks), engine.kv_cache_usage()),
         Stat("kv_total_blocks", lambda s: s.stats.total_blocks),
-        Stat("", lambda s: s.used_blocks, engine.kv_blocks("used")),
+        Stat("kv_used_blocks", lambda s: s.used_blocks, engine.kv_blocks("used")),
         Stat("kv_cached_blocks", lambda s: s.stats.cached_blocks, engine.kv_blocks("cached")),
         Stat("kv_free_blocks", lambda s: s.stats.free_blocks, engine.kv_blocks("free")),
         Stat("", lambda s: s.stats.host_blocks - s.stats.host_free_blocks, engine.host_kv_blocks("used")),
@@ -151,6 +152,7 @@ class WorkerMetrics:
         if (facts := machine.setup.capacity.engine) is not None:
             self.engine.engine_info(*msgspec.structs.astuple(facts)).set(1)
         self.transfer = TransferMetrics(make)
+        self.slow = SlowIterations(machine.times)
         self._machine = machine
         self._oom_retries, self._unstaged_rows = oom_retries, unstaged_rows
         self._compiled_at_start = compiled_kernels.compilations()
@@ -178,8 +180,14 @@ class WorkerMetrics:
         shown = {stat.name: stat.get(now) for stat in self._stats if stat.name}
         return shown | {name: value for _, name, value in self._policy_stats()}
 
+    def counts(self) -> dict[str, list[float]]:
+        """Return iterations, their seconds and rows, behind the figures of the last minute (`Heartbeat.counts`)."""
+        rows = self.engine.step_rows()
+        seconds = sum(child.sum for _, child in self.engine.step_seconds.children())
+        return {"steps": [sum(rows.counts), seconds, rows.sum]}
+
     def step(self, plan: IterationPlan, latency_s: float) -> None:
-        engine = self.engine
+        engine, self.slow.last = self.engine, (plan, latency_s)
         longest = max((row.count for row in plan.rows), default=0)
         shortest = min((row.count for row in plan.rows), default=0)
         kind = "decode" if longest <= 1 else "prefill" if shortest > 1 else "mixed"

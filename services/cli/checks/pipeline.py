@@ -99,7 +99,7 @@ def kv(reading: Reading) -> Finding:
     for process in reading.processes:
         stats = process["stats"]
         total = stats.get("kv_total_blocks", 0.0)
-        if total and stats.get("requests_waiting", 0) and 1 - stats.get("kv_free_blocks", 0.0) / total > FULL_KV:
+        if total and stats.get("requests_waiting", 0) and stats.get("kv_used_blocks", 0.0) / total > FULL_KV:
             full.append(process["instance"])
     if full:
         return warning(

@@ -473,6 +473,5 @@ class Generator:
         return self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
 
     def _count_rejection(self, error: RequestError) -> None:
-        self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
-        self.context.metrics.rejections(self.config.default_class, str(error.status), reason).inc()  # as in `arriving`
+        self.streams.stats.rejected(self.config.default_class, error.status, reason)  # as in `arriving`

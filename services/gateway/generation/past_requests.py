@@ -46,15 +46,6 @@ class PastRequests:
     def find(self, request_id: RequestId) -> Past | None:
         return next((past for past in reversed(self._past) if past.life.request_id == request_id), None)
 
-    def outcomes(self) -> dict[tuple[str, str], list[int]]:
-        """Count how many remembered requests met and missed each objective of their class."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for past in self._past:
-            for objective, met in past.life.outcomes.items():
-                tally = found.setdefault((past.life.traffic_class, objective), [0, 0])
-                tally[not met] += 1
-        return found
-
 
 def life_of(
     now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason | None = None, reason: str = ""

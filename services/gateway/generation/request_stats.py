@@ -1,13 +1,10 @@
 """Measurements of one gateway's requests: metrics, the stats of its heartbeat, a log line per request.
 
 Told by `streams.py` of every admitted request, its tokens and its end, and by `generator.py` of refusals; `service.py`
-reads `Recent` twice a second. Decides nothing.
+reads totals and counts twice a second. Decides nothing.
 """
 
 from __future__ import annotations
-
-from collections import deque
-from collections.abc import Iterable
 
 import structlog
 
@@ -18,12 +15,23 @@ from cohort.services.gateway.generation.delta import GatewayTimes, slo_outcomes,
 from cohort.services.gateway.generation.past_requests import PastRequests
 from cohort.services.gateway.generation.traffic_report import TrafficReport
 
-KEPT = 1024
+_TOTALS = (
+    "requests_total",
+    "finished_total",
+    "failed_total",
+    "cancelled_total",
+    "refused_total",
+    "rejected_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+)
+_TOTAL_OF = {FinishReason.CANCELLED: "cancelled_total", FinishReason.FAILED: "failed_total"}
 
 
 class RequestStats:
     def __init__(self, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger) -> None:
-        self.recent = Recent()
+        self.recorded = dict.fromkeys(_TOTALS, 0)
+        """Totals for the heartbeat."""
         self.past = PastRequests()
         self.traffic: TrafficReport | None = None
         """Report for the planner; None without one (section `planner`)."""
@@ -40,7 +48,8 @@ class RequestStats:
     def admitted(self, request: Request) -> None:
         self._metrics.in_flight(request.traffic_class).inc()
         self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
-        self.recent.accepted(request.prompt_tokens)
+        self.recorded["requests_total"] += 1
+        self.recorded["prompt_tokens_total"] += request.prompt_tokens
         if self.traffic is not None:
             self.traffic.admitted(request)
         if request.adapter:
@@ -70,7 +79,7 @@ class RequestStats:
         ttft_s = now_s - times.arrived_s
         self._metrics.ttft_seconds(traffic_class).observe(ttft_s)
         self._metrics.observe_ttft_stages(traffic_class, ttft_stages(times, entry))
-        self.recent.first_token(ttft_s, count)
+        self.recorded["generation_tokens_total"] += count
 
     def tokens(self, traffic_class: TrafficClass, since_s: float, count: int) -> None:
         """Record `count` tokens that came `since_s` after the ones before. They count once `observe` is called."""
@@ -86,8 +95,26 @@ class RequestStats:
             gap_s = since_s / count  # tokens that came together share the time
             self._metrics.generation_tokens(traffic_class).inc(updates * count)
             self._metrics.itl_seconds(traffic_class).observe_many(gap_s, updates * count)
-            self.recent.tokens(gap_s, updates, count)
+            self.recorded["generation_tokens_total"] += updates * count
         self._update_gaps.clear()
+
+    def rejected(self, traffic_class: TrafficClass, status: int, reason: str) -> None:
+        """Count a request that was rejected before it was accepted."""
+        self.recorded["rejected_total"] += 1
+        self._metrics.rejections(traffic_class, str(status), reason).inc()
+
+    def counts(self) -> dict[str, list[float]]:
+        """Return what the monitor's figures of the last minute are made of (`Heartbeat.counts`), from the metrics."""
+        metrics, found = self._metrics, dict[str, list[float]]()
+        latencies = {"ttft": metrics.ttft_seconds, "tpot": metrics.tpot_seconds, "itl": metrics.itl_seconds}
+        for name, histogram in latencies.items():
+            found |= {f"{name} {labels[0]}": child.counts for labels, child in histogram.children()}
+        for labels, value in metrics.slo.values():
+            judged = found.setdefault(f"slo {labels['class']} {labels['objective']}", [0.0, 0.0])
+            judged[labels["outcome"] != "met"] += value
+        for labels, value in (*metrics.requests_refused.values(), *metrics.rejections.values()):
+            found.setdefault(f"refused {labels['reason']}", [0.0])[0] += value
+        return found
 
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
         self.past.ended(now_s, entry, times, finish, reason)
@@ -130,11 +157,11 @@ class RequestStats:
         if entry.refused_because:
             metrics.request_success(traffic_class, "refused").inc()
             metrics.requests_refused(traffic_class, entry.refused_because).inc()
-            self.recent.refused()
+            self.recorded["refused_total"] += 1
             self._count_slo(entry, times, None, None, None)  # missed; its times say nothing of how fast we were
             return
         metrics.request_success(traffic_class, finish.value).inc()
-        self.recent.ended(finish)
+        self.recorded[_TOTAL_OF.get(finish, "finished_total")] += 1
         if entry.first_times is not None:
             self.looked_up_tokens += request.prompt_tokens
             self.cached_tokens += entry.cached_tokens
@@ -165,65 +192,3 @@ class RequestStats:
             self._metrics.slo(request.traffic_class, objective, "met" if met else "missed").inc()
         if outcomes and times.on_slo_result is not None:
             times.on_slo_result(request.traffic_class, outcomes)
-
-
-class Recent:
-    """Totals, and percentiles over the latest requests, for the live page; exact distributions are metrics."""
-
-    def __init__(self) -> None:
-        self.totals = dict.fromkeys(
-            (
-                "requests_total",
-                "finished_total",
-                "failed_total",
-                "cancelled_total",
-                "refused_total",
-                "rejected_total",
-                "prompt_tokens_total",
-                "generation_tokens_total",
-            ),
-            0,
-        )
-        self._ttft_s: deque[float] = deque(maxlen=KEPT)
-        self._itl_s: deque[float] = deque(maxlen=KEPT)
-
-    def accepted(self, prompt_tokens: int) -> None:
-        self.totals["requests_total"] += 1
-        self.totals["prompt_tokens_total"] += prompt_tokens
-
-    def rejected(self) -> None:
-        """Count a request that was rejected before it was accepted."""
-        self.totals["rejected_total"] += 1
-
-    def refused(self) -> None:
-        """Count an accepted request that the manager refused."""
-        self.totals["refused_total"] += 1
-
-    def first_token(self, ttft_s: float, tokens: int) -> None:
-        self._ttft_s.append(ttft_s)
-        self.totals["generation_tokens_total"] += tokens
-
-    def tokens(self, gap_s: float, updates: int, tokens: int) -> None:
-        """Record `updates` with `tokens` in all, each `gap_s` per token."""
-        self._itl_s.extend([gap_s] * updates)
-        self.totals["generation_tokens_total"] += updates * tokens
-
-    def ended(self, finish: FinishReason) -> None:
-        match finish:
-            case FinishReason.CANCELLED:
-                self.totals["cancelled_total"] += 1
-            case FinishReason.FAILED:
-                self.totals["failed_total"] += 1
-            case _:
-                self.totals["finished_total"] += 1
-
-    def stats(self) -> dict[str, float]:
-        return {**self.totals, **_percentiles("ttft", self._ttft_s), **_percentiles("itl", self._itl_s)}
-
-
-def _percentiles(name: str, values: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    if not ordered:
-        return {}
-    last = len(ordered) - 1
-    return {f"{name}_p50_s": ordered[round(0.5 * last)], f"{name}_p99_s": ordered[round(0.99 * last)]}

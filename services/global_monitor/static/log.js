@@ -12,7 +12,8 @@ export function drawDecisions(parent, state, ordinary, choose) {
   const shown = state.decisions.filter(({ decision }) => ordinary || decision.kind !== "placed");
   if (!shown.length) {
     redraw(parent, h("p", { class: "empty" }, ordinary
-      ? "No decision yet." : "Nothing out of the ordinary: no refusal, demotion, split, preemption or lost attempt."));
+      ? "No decision yet." : "Nothing out of the ordinary was decided: no refusal, demotion, split, preemption or lost attempt."),
+    refusals(state));
     return;
   }
   redraw(parent, h("table", {}, h("thead", {}, h("tr", {}, h("th", { class: "n" }, "ago"), h("th", {}, "decision"),
@@ -28,7 +29,14 @@ export function drawDecisions(parent, state, ordinary, choose) {
         (decision.count ?? 1) > 1 ? ` × ${count(decision.count)}` : ""),
       h("td", {}, decision.request_id ? pick : ""), h("td", { class: "wrap" }, why),
       h("td", { class: "dim roomy" }, by));
-  }))));
+  }))), refusals(state));
+}
+
+/** All refusals of the last minute, also those at the gateway, which no process decided on. */
+function refusals(state) {
+  const found = Object.entries(state.cluster.last_minute.refused);
+  return found.length ? h("p", { class: "warn" }, "Refused in the last minute: ",
+    found.map(([reason, n]) => `${count(n)} ${reason.replaceAll("_", " ")}`).join(", "), ".") : null;
 }
 
 export function drawEvents(parent, state) {

@@ -1,7 +1,8 @@
 // The live page: opens the feed, keeps which request is chosen, hands each state to the parts.
 import { byId, h, redraw } from "./dom.js";
 import { duration } from "./format.js";
-import { drawCharts, drawTiles } from "./numbers.js";
+import { drawCharts } from "./charts.js";
+import { drawTiles } from "./numbers.js";
 import { drawDecisions, drawEvents } from "./log.js";
 import { drawPipeline } from "./pipeline.js";
 import { drawProcesses } from "./processes.js";
@@ -11,7 +12,7 @@ import { drawSlo } from "./slo.js";
 import { drawWorkers } from "./workers.js";
 
 const STALE_MS = 5000;
-let feed = null, state = null, heardMs = 0, paused = false;
+let feed = null, state = null, heardMs = 0, paused = false, span = 300;
 let chosen = new URLSearchParams(location.hash.slice(1)).get("request") ?? "";
 let followed = false; // chosen by the page itself, because nobody chose
 
@@ -27,7 +28,7 @@ function open() {
   feed?.close();
   feed = null;
   if (paused || document.hidden) return;
-  const mine = new EventSource(chosen ? "/api/live?" + new URLSearchParams({ request: chosen }) : "/api/live");
+  const mine = new EventSource("/api/live?" + new URLSearchParams({ history_s: span, ...(chosen ? { request: chosen } : {}) }));
   feed = mine;
   mine.addEventListener("message", event => {
     if (mine !== feed) return;
@@ -49,9 +50,9 @@ function showSoon() {
 }
 
 function show() {
-  const { cluster, live } = state;
+  const { cluster } = state;
   byId("what").textContent = `${cluster.model} · preset ${cluster.name} · monitor up ${duration(cluster.uptime_s)}`;
-  const all = live.map(each => each.process);
+  const all = cluster.processes;
   const down = all.filter(process => process.status === "down");
   const late = all.filter(process => process.status === "up" && !process.ready);
   health(down.length ? `${down.length} down` : late.length ? `${late.length} not ready` : "all up",
@@ -60,7 +61,8 @@ function show() {
   byId("link").textContent = "";
   chatLink(all);
   warnings(all);
-  drawTiles(byId("tiles"), state);
+  byId("h-figures").textContent = drawTiles(byId("tiles"), state);
+  drawCharts(byId("charts"), state, span);
   drawPipeline(byId("pipeline"), state);
   drawQueue(byId("queue"), byId("queue-note"), state);
   drawSlo(byId("slo"), byId("slo-note"), state);
@@ -69,7 +71,6 @@ function show() {
   drawLife(byId("life"), byId("life-note"), state, chosen);
   drawDecisions(byId("decisions"), state, byId("ordinary").checked, choose);
   drawEvents(byId("events"), state);
-  drawCharts(byId("charts"), state);
   drawProcesses(byId("processes"), state);
   if (!chosen && !followed && state.requests.length) { // one is shown, so that the page says what it can show
     followed = true;
@@ -117,7 +118,7 @@ document.addEventListener("visibilitychange", open);
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  byId("pause").textContent = paused ? "Go on" : "Pause";
+  byId("pause").textContent = paused ? "Resume" : "Pause";
   byId("link").textContent = paused ? "paused" : "";
   open();
 });
@@ -125,6 +126,12 @@ byId("find").addEventListener("submit", event => {
   event.preventDefault();
   const id = byId("find-id").value.trim();
   if (id) choose(id);
+});
+byId("spans").addEventListener("click", event => {
+  if (!event.target.dataset.span) return;
+  span = Number(event.target.dataset.span);
+  for (const button of byId("spans").children) button.setAttribute("aria-pressed", String(button === event.target));
+  open();
 });
 byId("ordinary").addEventListener("change", () => state && show());
 let wide = 0;

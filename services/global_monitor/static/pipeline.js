@@ -9,9 +9,9 @@ const text = (x, y, content, attributes = {}) => s("text", { x, y, ...attributes
 
 /** What is known of each place of the pipeline, by name; several gateways are one place. */
 function places(state) {
-  const known = state.live.filter(each => each.process.status !== "left");
-  const of = role => known.filter(each => each.process.role === role);
-  const worker = each => ({ each, view: state.workers.find(view => view.instance === each.process.instance) });
+  const known = state.cluster.processes.filter(each => each.status !== "left");
+  const of = role => known.filter(each => each.role === role);
+  const worker = each => ({ each, view: state.workers.find(view => view.instance === each.instance) });
   return {
     gateway: of("gateway"), predictor: of("length_predictor"), manager: of("bucketing_manager"), monitor: of("global_monitor"),
     prefill: of("prefill_worker").map(worker), decode: of("decode_worker").map(worker),
@@ -25,13 +25,13 @@ const total = (all, name) => {
 
 function condition(all) {
   if (!all.length) return ["down", "not heard of"];
-  const gone = all.filter(each => each.process.status === "down");
+  const gone = all.filter(each => each.status === "down");
   if (gone.length) return ["down", all.length > 1 ? `${gone.length} of ${all.length} down`
-    : `down for ${duration(gone[0].process.since_s)}`];
-  const late = all.filter(each => !each.process.ready);
+    : `down for ${duration(gone[0].since_s)}`];
+  const late = all.filter(each => !each.ready);
   if (late.length) return ["late", all.length > 1 ? `${late.length} not ready` : "not ready"];
-  const again = all.find(each => each.process.restarts && each.process.since_s < 20);
-  if (again) return ["late", `restarted ${duration(again.process.since_s)} ago`];
+  const again = all.find(each => each.restarts && each.since_s < 20);
+  if (again) return ["late", `restarted ${duration(again.since_s)} ago`];
   return ["", ""];
 }
 
@@ -51,8 +51,8 @@ function node(box, name, all, lines, extra = []) {
 
 /** Which of several managers decides now. */
 function leader(all) {
-  const leads = all.find(each => each.process.status === "up" && each.process.stats.leads);
-  return leads ? `${leads.process.instance} leads` : "none leads";
+  const leads = all.find(each => each.status === "up" && each.stats.leads);
+  return leads ? `${leads.instance} leads` : "none leads";
 }
 
 /** Waiting requests as squares, real-time ones first. */
@@ -73,20 +73,19 @@ function meter(box, share) {
 }
 
 function workerNode(box, { each, view }) {
-  const { stats } = each.process;
-  const blocks = stats.kv_total_blocks ?? 0;
-  const used = blocks ? 1 - ((stats.kv_free_blocks ?? 0) + (stats.kv_cached_blocks ?? 0)) / blocks : 0;
+  const { stats } = each;
+  const used = stats.kv_total_blocks ? (stats.kv_used_blocks ?? 0) / stats.kv_total_blocks : 0;
   const batch = view?.iteration;
   const first = batch ? [batch.prefill_rows ? `${batch.prefill_rows} prefill` : "", batch.decode_rows ? `${batch.decode_rows} decode` : ""]
     .filter(Boolean).join(" + ") : `${count(stats.running ?? 0)} running`;
   const elsewhere = [["parked", "parked"], ["awaiting_kv", "to come"]].filter(([name]) => stats[name])
     .map(([name, word]) => ` · ${count(stats[name])} ${word}`).join("");
-  return node(box, each.process.instance, [each],
+  return node(box, each.instance, [each],
     [first, `${count(stats.waiting ?? 0)} waiting${elsewhere}`], meter(box, used));
 }
 
 /** Something was placed there, as far as it is known: it has sequences. */
-const busy = ({ each: { process: { stats } } }) =>
+const busy = ({ each: { stats } }) =>
   ["running", "waiting", "parked", "awaiting_kv"].some(name => stats[name]);
 
 function edge(path, value, kind = "", scale = 10) {
@@ -111,7 +110,7 @@ export function drawPipeline(parent, state) {
   const tokens = total(there.gateway, "generation_tokens_total"), placed = total(there.manager, "dispatched_total");
   const predictions = total(there.predictor, "predictions_total");
   const kv = state.workers.reduce((sum, view) => sum + (view.kv_sent_per_s ?? 0), 0);
-  const sum = (all, name) => all.reduce((n, each) => n + (each.process.stats[name] ?? 0), 0);
+  const sum = (all, name) => all.reduce((n, each) => n + (each.stats[name] ?? 0), 0);
   const perS = (value, unit) => Number.isFinite(value) ? `${rate(value)} ${unit}` : "";
   const classes = state.queue?.classes ?? [];
   const shown = (all, boxes) => boxes.map((at, n) => n === boxes.length - 1 && all.length > boxes.length

@@ -5,7 +5,7 @@ import { bytes, duration, generic } from "./format.js";
 const opened = new Set();
 
 /** `several`: there are several managers. */
-function card({ process }, several) {
+function card(process, several) {
   const { stats, status } = process;
   const colour = status === "down" ? "bad" : status === "left" ? "dim" : process.ready ? "good" : "warn";
   const part = status !== "up" || process.role !== "bucketing_manager" ? "" : stats.leads ? ", leads" : ", stands by";
@@ -32,7 +32,7 @@ function card({ process }, several) {
 }
 
 export function drawProcesses(parent, state) {
-  const several = state.live.filter(({ process }) => process.role === "bucketing_manager").length > 1;
-  const more = state.processes - state.live.length;
-  redraw(parent, state.live.map(each => card(each, several)), more > 0 ? h("p", { class: "dim" }, `and ${more} further processes`) : null);
+  const several = state.cluster.processes.filter(process => process.role === "bucketing_manager").length > 1;
+  const more = state.processes - state.cluster.processes.length;
+  redraw(parent, state.cluster.processes.map(each => card(each, several)), more > 0 ? h("p", { class: "dim" }, `and ${more} further processes`) : null);
 }

@@ -19,22 +19,20 @@ function line(label, met, missed, behind) {
 
 export function drawSlo(parent, note, state) {
   const all = state.slo.filter(each => !each.key), keys = state.slo.filter(each => each.key);
-  const late = all.reduce((sum, each) => sum + each.recent_met + each.recent_missed, 0);
-  note.textContent = late ? "of the latest requests" : "";
+  note.textContent = all.length ? "of the last minute" : "";
   if (!all.length) {
     redraw(parent, h("p", { class: "empty" },
       "No finished request had an SLO yet. Real-time requests get the default one; a request names its own in ",
       h("code", {}, "cohort.ttft_slo_ms"), " and ", h("code", {}, "cohort.tpot_slo_ms"), "."));
     return;
   }
-  const since = each => {
-    const judged = each.met + each.missed, recent = each.recent_met + each.recent_missed;
-    return judged > recent ? `of ${count(recent)} · ${percent(each.met / judged)} of all ${count(judged)}` : `of ${count(recent)}`;
-  };
-  const rows = all.map(each => line(
-    h("span", {}, h("span", { class: `chip ${each.traffic_class}` }, NAMES[each.traffic_class] ?? each.traffic_class), " ",
-      OBJECTIVES[each.objective] ?? each.objective),
-    each.recent_met, each.recent_missed, since(each)));
+  const rows = all.map(each => {
+    const [met, missed] = state.cluster.last_minute.classes[each.traffic_class]?.slo[each.objective] ?? [0, 0];
+    const judged = each.met + each.missed;
+    return line(h("span", {}, h("span", { class: `chip ${each.traffic_class}` }, NAMES[each.traffic_class] ?? each.traffic_class), " ",
+      OBJECTIVES[each.objective] ?? each.objective), met, missed,
+    `of ${count(met + missed)} · ${percent(each.met / judged)} of all ${count(judged)}`);
+  });
   const byKey = keys.length ? [h("hr", { class: "split-line" }),
     h("div", { class: "bars", "aria-label": "By API key" }, keys.slice(0, MOST_KEYS).map(each => line(
       h("span", {}, h("b", {}, each.key), " ", `${each.traffic_class} ${OBJECTIVES[each.objective] ?? each.objective}`),

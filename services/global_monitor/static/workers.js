@@ -80,7 +80,8 @@ function paint(card, chosen) {
 function drawRows(card, chosen) {
   const { rows, sequences } = card.worker;
   if (!rows.length) {
-    redraw(card.rows, h("p", { class: "empty" }, "No sequence is here."));
+    redraw(card.rows, h("p", { class: "empty" }, card.standby
+      ? "Loaded and ready: no request was placed here in the last minute." : "No sequence is here."));
     return;
   }
   const head = h("thead", {}, h("tr", {}, ["request", "class", "phase"].map(name => h("th", {}, name)),
@@ -116,15 +117,16 @@ function drawDrafts(card) {
 function update(card, worker, state, chosen) {
   card.worker = worker;
   const { blocks, iteration } = worker;
-  const process = state.live.find(each => each.process.instance === worker.instance)?.process;
+  const process = state.cluster.processes.find(each => each.instance === worker.instance);
+  card.standby = !iteration && !worker.sequences && process?.ready && process.work && !process.work.step_ms;
   card.cells = unroll(blocks, state.block_states);
   redraw(card.head, h("b", {}, worker.instance), h("span", { class: "chip" }, worker.role),
     h("span", { class: "dim note" }, iteration
       ? "iteration: " + [iteration.decode_rows ? plural(iteration.decode_rows, "decode row") : "", iteration.prefill_rows
         ? `${plural(iteration.prefill_rows, "prompt")} with ${count(iteration.prefill_tokens)} tokens` : ""].filter(Boolean).join(", ")
-      : "idle"));
+      : card.standby ? "warm standby" : "idle"));
   card.facts.textContent = [plural(worker.sequences, "sequence"),
-    process?.stats.step_ms ? `iterations of ${seconds(process.stats.step_ms / 1000)}` : "",
+    process?.work?.step_ms ? `iterations of ${seconds(process.work.step_ms / 1000)}` : "",
     `${count(blocks.total)} blocks of ${blocks.block_size} tokens`,
     blocks.host_total ? `host ${count(blocks.host_total - blocks.host_free)} of ${count(blocks.host_total)}` : "",
     worker.kv_sent_per_s ? `sends ${bytes(worker.kv_sent_per_s)}/s` : "",

@@ -45,8 +45,8 @@ async def test_an_ended_request_has_its_stages_moments_and_outcomes(open_site: O
         assert list(life.stages) == list(TTFT_STAGES) and all(seconds >= 0 for seconds in life.stages.values())
         happened = [moment.what for moment in life.moments]
         assert happened[0] == "submitted" and "placed" in happened
-        tallies = {(each.objective, each.key): (each.met, each.missed, each.recent_met) for each in view.slo}
-        assert tallies[("ttft", "")] == (1, 0, 1)
+        tallies = {(each.objective, each.key): (each.met, each.missed) for each in view.slo}
+        assert tallies[("ttft", "")] == (1, 0)
 
 
 async def test_an_open_request_is_shown_and_its_text_is_not(open_site: OpenSite) -> None:
@@ -92,7 +92,5 @@ def test_tallies_by_api_key_come_with_the_metrics_label() -> None:
         ({**labels, "outcome": "missed", "key": "b"}, 2.0),
         ({**labels, "outcome": "met", "key": "b"}, 1.0),
     ]
-    found = {
-        (each.key, each.met, each.missed, each.recent_met) for each in slo_tallies(counted, {("rt", "ttft"): [7, 0]})
-    }
-    assert found == {("", 4, 2, 7), ("a", 3, 0, 0), ("b", 1, 2, 0)}
+    found = {(each.key, each.met, each.missed) for each in slo_tallies(counted)}
+    assert found == {("", 4, 2), ("a", 3, 0), ("b", 1, 2)}

@@ -43,7 +43,7 @@ def life(name: str) -> RequestLife:
 
 
 def gateway_view(instance: str = "gateway", names: tuple[str, ...] = ("a",), met: int = 1) -> GatewayView:
-    tallies = [SloTally("rt", "ttft", met, 1, met, 1), SloTally("rt", "ttft", met, 1, key="team")]
+    tallies = [SloTally("rt", "ttft", met, 1), SloTally("rt", "ttft", met, 1, key="team")]
     return GatewayView(instance, [brief(name) for name in names], len(names), [life(n) for n in names[:1]], tallies)
 
 

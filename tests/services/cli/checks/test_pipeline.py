@@ -33,7 +33,7 @@ def test_nothing_is_wrong_with_a_pipeline_that_is_well() -> None:
 
 
 Check = Callable[[Reading], Finding]
-FULL = {"kv_total_blocks": 100.0, "kv_free_blocks": 1.0, "requests_waiting": 3.0}
+FULL = {"kv_total_blocks": 100.0, "kv_used_blocks": 99.0, "requests_waiting": 3.0}
 GROWING = [0.0] * 60 + [float(count) for count in range(60)]
 
 

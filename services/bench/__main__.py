@@ -8,11 +8,11 @@ Exit status: 0 measured, 1 nothing could be, 2 wrong options or no usable server
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
+from cohort.common.command_line import Parser, did_you_mean
 from cohort.common.errors import CohortError
 
 EXIT_USAGE = 2
@@ -21,17 +21,37 @@ EXIT_INTERRUPTED = 130
 HTTP = "http"
 _ROOT = "cohort.services.bench"
 COMMANDS = {
-    HTTP: (f"{_ROOT}.http.command", "any OpenAI-style server (the same as without a command)"),
-    "chaos": (f"{_ROOT}.chaos.command", "processes broken under clients that compare (the same as `cohort chaos`)"),
-    "engine": (f"{_ROOT}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
-    "host-time": (f"{_ROOT}.engine.host_time_command", "the host's part of a decode step, by rows"),
-    "token-cost": (f"{_ROOT}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
-    "mixed-lengths": (f"{_ROOT}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
-    "neighbours": (f"{_ROOT}.live.neighbours", "a polite client beside the heaviest legal requests"),
-    "links": (f"{_ROOT}.links", "the KV links of this machine against ucx_perftest"),
-    "decisions": (f"{_ROOT}.decisions.command", "what one decision of a policy costs"),
-    "operators": (f"{_ROOT}.fit.operators_command", "the simulator's operators of GPUs beside measured ones"),
-    "gpu-check": (f"{_ROOT}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
+    HTTP: (f"{_ROOT}.http.command", "any OpenAI-style server (the same as without a command)", ""),
+    "chaos": (
+        f"{_ROOT}.chaos.command",
+        "processes broken under clients that compare (the same as `cohort chaos`)",
+        "--kill gateway decode --json chaos.json",
+    ),
+    "engine": (f"{_ROOT}.engine.command", "the CPU engine's steps against their floors, and taken apart", "--quick"),
+    "host-time": (f"{_ROOT}.engine.host_time_command", "the host's part of a decode step, by rows", "--rows 1 8 32"),
+    "token-cost": (
+        f"{_ROOT}.tokens.command",
+        "processor time per streamed token, around an engine that costs nothing",
+        "--streams 64 256 --tokens-per-s 4000",
+    ),
+    "mixed-lengths": (
+        f"{_ROOT}.engine.mixed_lengths_command",
+        "what mixed prefix lengths cost in one step",
+        "--rounds 3",
+    ),
+    "neighbours": (
+        f"{_ROOT}.live.neighbours",
+        "a polite client beside the heaviest legal requests",
+        "--url http://127.0.0.1:8000",
+    ),
+    "links": (f"{_ROOT}.links", "the KV links of this machine against ucx_perftest", "--quick"),
+    "decisions": (f"{_ROOT}.decisions.command", "what one decision of a policy costs", "placement"),
+    "operators": (
+        f"{_ROOT}.fit.operators_command",
+        "the simulator's operators of GPUs beside measured ones",
+        "FOLDER --fit",
+    ),
+    "gpu-check": (f"{_ROOT}.gpu_check.frame.runner", "prove and measure everything that needs a GPU", "--dry-run"),
 }
 
 
@@ -41,11 +61,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "") -> int:
     try:
         name = _named(words)
         command = importlib.import_module(COMMANDS[name][0])
-        parser = argparse.ArgumentParser(
+        _, summary, example = COMMANDS[name]
+        parser = Parser(
             prog=prog or (f"cohort bench {name}" if words[:1] == [name] else "cohort bench"),
-            description=COMMANDS[name][1],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=f"Measure {summary}.",
         )
+        parser.epilog = f"example:\n  {parser.prog} {example}"
         command.add_arguments(parser)
         if words[:1] != [name]:
             parser.epilog = f"{parser.epilog}\n{_others()}"
@@ -64,13 +85,14 @@ def _named(words: Sequence[str]) -> str:
     if not first or first.startswith("-"):
         return HTTP
     if first not in COMMANDS:
-        raise CohortError(f"cohort bench {first}: no such measurement; there are {', '.join(COMMANDS)}")
+        near = did_you_mean(first, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        raise CohortError(f"{first}: no such measurement{near}")
     return first
 
 
 def _others() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  cohort bench {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  cohort bench {name:<{width}}  {summary}" for name, (_, summary, _) in COMMANDS.items()]
     return "\n".join(["what else can be measured (each with --help):", *lines])
 
 

@@ -66,19 +66,20 @@ Exit codes: 0 fine, 1 failed, 2 a wrong option or configuration, 130 interrupted
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the process's exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    named = next((word for word in given if not word.startswith("-")), None)
+    name = given[0] if given and not given[0].startswith("-") else ""
     try:
-        if named is not None and given[0] == named in COMMANDS and hasattr(front := _module(named), "main"):
-            code: int = front.main(given[1:])
-            return code
-        options = _parser(named).parse_args(given)
-        if not hasattr(options, "command") or options.command is None:
-            _parser(None).print_help()
+        if name not in COMMANDS:
+            _top(name).parse_args(given)
+            _top().print_help()
             return 0
-        code = _module(options.command).run(options)
+        module = _module(name)
+        if hasattr(module, "main"):
+            code: int = module.main(given[1:])
+        else:
+            code = module.run(_parser(name, module).parse_args(given[1:]))
         return code
     except CohortError as error:
-        print(f"cohort: {error}", file=sys.stderr)
+        print(f"cohort {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -88,26 +89,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser(named: str | None) -> argparse.ArgumentParser:
-    """Return the parser with the full options of the named subcommand; the others show their summary only."""
+def _top(wrong: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the command line without a command: its help. `wrong`: a word that is none."""
     parser = argparse.ArgumentParser(
         prog="cohort", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"cohort {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    if wrong:
+        from cohort.common.command_line import did_you_mean
+
+        parser.error(f"there is no command {wrong}{did_you_mean(wrong, COMMANDS)}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
-        module = _module(name) if name == named else None
-        add_arguments = getattr(module, "add_arguments", None)
-        command = subparsers.add_parser(
-            name,
-            help=summary,
-            add_help=add_arguments is not None,
-            description=getattr(module, "DESCRIPTION", None),
-            epilog=getattr(module, "EPILOG", None),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if add_arguments is not None:
-            add_arguments(command)
+        commands.add_parser(name, help=summary)
+    return parser
+
+
+def _parser(name: str, module: Any) -> argparse.ArgumentParser:
+    from cohort.common.command_line import Parser
+
+    summary = COMMANDS[name]
+    parser = Parser(
+        prog=f"cohort {name}",
+        description=getattr(module, "DESCRIPTION", f"{summary[0].upper()}{summary[1:]}."),
+        epilog=getattr(module, "EPILOG", None),
+    )
+    module.add_arguments(parser)
     return parser
 
 

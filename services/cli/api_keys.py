@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from cohort.common.command_line import Parser
 from cohort.common.errors import ConfigError
 from cohort.common.keys.key_file import OwnLimits, editing, new_key, read_keys, revoked
 from cohort.common.keys.key_usage import UsageStore, day_of, usage_file
@@ -61,7 +62,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cohort keys")
+    parser = Parser(prog="cohort keys")
     words = parser.add_subparsers(dest="word", required=True)
     file = argparse.ArgumentParser(add_help=False)
     file.add_argument(
@@ -72,14 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     rights.add_argument("--weight", type=float, help="share of the cluster beside other keys (default: 1)")
 
     def word(name: str, summary: str, parents: Iterable[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-        return words.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            parents=list(parents),
-            epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        return words.add_parser(name, help=summary, description=summary, parents=list(parents), epilog=EPILOG)
 
     adding = word("add", "make a key and print it, once", (file, rights))
     adding.add_argument("name", metavar="NAME", help="a label of metrics, too")

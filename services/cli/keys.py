@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cohort.common.command_line import Parser
 from cohort.services.cli import api_keys
 
 FILE_NAME = "cluster.key"
@@ -41,9 +42,7 @@ def main(words: Sequence[str]) -> int:
     """Run `cohort keys WORDS`."""
     if words and words[0] in api_keys.COMMANDS:
         return api_keys.main(words)
-    parser = argparse.ArgumentParser(
-        prog="cohort keys", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="cohort keys", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument(
         "target",
         metavar="FILE|FOLDER",

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
+from cohort.common.command_line import Parser
 from cohort.services.launcher.main import run
 from cohort.services.launcher.options import DESCRIPTION, EPILOG, add_arguments
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="cohort serve",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="cohort serve", description=DESCRIPTION, epilog=EPILOG)
     add_arguments(parser)
     arguments = sys.argv[1:]
     return run(parser.parse_args(arguments), arguments)

@@ -175,12 +175,18 @@ class LogFollower:
 
 def readable_warning(raw: str) -> str:
     """Return the gist of a structured log line at level warning or above; "" for anything else."""
+    text = readable(raw)
+    return text if text != raw and text.startswith(("warning: ", "error: ", "critical: ")) else ""
+
+
+def readable(raw: str) -> str:
+    """Return the gist of a structured log line; any other line as it is."""
     try:
         event = json.loads(raw)
     except ValueError:
-        return ""
-    if not isinstance(event, dict) or event.get("level") not in ("warning", "error", "critical"):
-        return ""
+        return raw
+    if not isinstance(event, dict) or "level" not in event:
+        return raw
     known = {"level", "event", "service", "instance", "timestamp", "logger", "exception"}
     rest = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
     last = str(event.get("exception", "")).strip().rpartition("\n")[2]

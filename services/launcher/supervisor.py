@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from urllib.parse import urlsplit
 
 from cohort.common.errors import CohortError
-from cohort.services.launcher.console import Line, LogFollower, State, readable_warning
+from cohort.services.launcher.console import Line, LogFollower, State, readable, readable_warning
 from cohort.services.launcher.hosts import HostLost, Hosts, NotStarted, Pipeline, Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.processes.probe import answers_ok
@@ -298,7 +298,7 @@ class Supervisor:
         self._console.freeze()
         self._console.print_line(f"{self.failure}; the end of {self._files.log_file(instance)}:", style="red")
         for line in self._files.log_tail(instance, TAIL_LINES):
-            self._console.print_line(f"  {line}")
+            self._console.print_line(f"  {readable(line)}")
             if (text := readable_warning(line)).startswith(("error: ", "critical: ")):
                 self._cause = f"{instance}: {text.partition(': ')[2]}"
 

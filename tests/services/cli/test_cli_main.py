@@ -18,12 +18,23 @@ STATE = {
     "model": "tiny-model",
     "uptime_s": 5.0,
     "events": [],
+    "last_minute": {
+        "seconds": 60.0,
+        "arrivals_per_s": 1.5,
+        "finished_per_s": 1.0,
+        "prompt_tokens_per_s": 7.0,
+        "output_tokens_per_s": 42.0,
+        "failed": 0,
+        "refused": {},
+        "classes": {},
+    },
+    "slo": {},
     "arrival_rate": 1.5,
     "arrival_rate_forecast": 2.5,
     "mean_prompt_tokens": 0.0,
     "mean_output_tokens": 0.0,
     "sample_ages_s": [1.0],
-    "samples": {"output_tokens_per_s": [42.0]},
+    "samples": {},
     "processes": [
         {
             "instance": "gateway",
@@ -47,7 +58,8 @@ STATE = {
             "since_s": 5.0,
             "restarts": 3,
             "metrics_url": "",
-            "stats": {"kv_total_blocks": 100, "kv_free_blocks": 60, "step_ms": 12.34, "running": 5, "waiting": 0},
+            "stats": {"kv_total_blocks": 100, "kv_used_blocks": 40, "running": 5, "waiting": 0},
+            "work": {"step_ms": 12.34, "rows": 2.0},
         },
     ],
 }
@@ -145,7 +157,7 @@ def test_status_shows_the_processes(monitor: Monitor, capsys: pytest.CaptureFixt
     assert "tiny-model" in lines[0] and "42 output tokens/s" in lines[1] and "preset unified" in lines[0]
     gateway = next(line for line in lines if line.lstrip().startswith("gateway"))
     worker = next(line for line in lines if line.lstrip().startswith("unified-0"))
-    assert gateway.split()[2:] == ["ready", "5", "min", "7", "2", "0"]
+    assert gateway.split()[1:] == ["ready", "5", "min", "7", "2", "0"]
     assert "not ready" in worker and "████░░░░░░  40 %" in worker and "12.3 ms" in worker
     assert worker.split()[-1] == "3"
 

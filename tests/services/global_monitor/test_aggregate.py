@@ -101,14 +101,16 @@ def test_samples_show_rates_and_cache_use() -> None:
     watched = cluster()
     watched.tick(0.0)
     watched.on_heartbeat(0.0, beat("gateway", "gateway", requests_total=0))
-    watched.on_heartbeat(0.0, beat("decode-0", kv_total_blocks=100, kv_free_blocks=75))
+    watched.on_heartbeat(
+        0.0, beat("decode-0", kv_total_blocks=100, kv_used_blocks=25, kv_cached_blocks=50, kv_free_blocks=25)
+    )
     watched.on_heartbeat(
         1.5, beat("gateway", "gateway", requests_total=6, generation_tokens_total=300, requests_running=4)
     )
     watched.tick(2.0)
     (sample,) = watched.samples
     assert (sample.arrivals_per_s, sample.output_tokens_per_s) == (3.0, 150.0)
-    assert (sample.requests_running, sample.kv_used) == (4, 0.25)
+    assert (sample.requests_running, sample.kv_used, sample.kv_cached) == (4, 0.25, 0.5)
 
 
 def test_samples_are_bounded_by_the_history() -> None:

@@ -1,0 +1,39 @@
+"""The parser of every command: help that names each default, and the nearest option where one is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+_UNKNOWN = "unrecognized arguments: "
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Text as it is written; behind an option's help its default, unless the help names it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        silent = action.default in (None, False, "", 0, argparse.SUPPRESS) or isinstance(action.default, list)
+        if silent or not action.option_strings or "default" in text or text == argparse.SUPPRESS:
+            return action.help
+        return f"{text} (default: %(default)s)".lstrip()
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **{"formatter_class": _Help} | options)
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2, the usage, and what may have been meant."""
+        if message.startswith(_UNKNOWN):
+            wrong = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
+            message += did_you_mean(wrong, self._option_string_actions)
+        super().error(message)
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that names the nearest known word; "" if none is near."""
+    near = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

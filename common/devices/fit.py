@@ -181,6 +181,22 @@ def check_host_fit(config: Config, model: str, wanted: Need, memory_bytes: int, 
     )
 
 
+def check_host_kv(config: Config, weights: int, memory_bytes: int, workers: int) -> None:
+    """Raise `ConfigError` if the configured KV of `workers`, with weights of so many bytes each, exceeds a host's
+    memory; 0 is not known and passes."""
+    kv = config.kv
+    total = workers * (weights + kv.cpu_bytes + kv.host_memory_bytes)
+    if not memory_bytes or total <= memory_bytes:
+        return
+    left = memory_bytes * 9 // 10 // workers - weights - kv.host_memory_bytes
+    cure = f"--set kv.memory_bytes={left >> 20 << 20}" if left >= 1 << 20 else "fewer workers, or a smaller model"
+    of = f"{workers} workers want" if workers > 1 else "a worker wants"
+    raise ConfigError(
+        f"kv.memory_bytes, kv.host_memory_bytes: {of} {_gib(total)} for weights and KV, "
+        f"{_gib(memory_bytes)} are available; {cure} would fit"
+    )
+
+
 def share_bytes(config: Config, memory_bytes: int, sharers: int) -> int:
     """Return one worker's share of a GPU's memory."""
     return int(config.kv.memory_fraction * memory_bytes / max(1, sharers))

@@ -61,18 +61,18 @@ def main(words: Sequence[str]) -> int:
             return _usage(options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="cohort keys")
     words = parser.add_subparsers(dest="word", required=True)
-    file = argparse.ArgumentParser(add_help=False)
+    file = Parser(add_help=False)
     file.add_argument(
         "--file", type=Path, default=default_file(), help=f"file of keys (default: ${FILE_VARIABLE}, else %(default)s)"
     )
-    rights = argparse.ArgumentParser(add_help=False)
+    rights = Parser(add_help=False)
     rights.add_argument("--limit", action="append", default=[], metavar="[rt.|be.]LIMIT=N", help="may be repeated")
     rights.add_argument("--weight", type=float, help="share of the cluster beside other keys (default: 1)")
 
-    def word(name: str, summary: str, parents: Iterable[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    def word(name: str, summary: str, parents: Iterable[Parser]) -> argparse.ArgumentParser:
         return words.add_parser(name, help=summary, description=summary, parents=list(parents), epilog=EPILOG)
 
     adding = word("add", "make a key and print it, once", (file, rights))

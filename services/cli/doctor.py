@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.http import exposure
 from cohort.common.hub.model_source import located
+from cohort.common.process.other_programs import OtherPrograms
 from cohort.services.cli.checks import files, machine, pipeline
 from cohort.services.cli.checks.finding import Finding, fine, problem, skipped
 from cohort.services.cli.checks.reading import Reading
+from cohort.services.launcher.box import check_host
+from cohort.services.launcher.run_files import RunFiles
 
 EPILOG = """\
 examples:
@@ -64,7 +68,6 @@ def of_both(options: argparse.Namespace) -> Iterator[Finding]:
     """Check this machine, with the configuration of the pipeline on the port, or of the options where there is none or
     they name a model, and that pipeline."""
     from cohort.services.launcher.options import keys_of, overrides_of
-    from cohort.services.launcher.run_files import RunFiles
 
     overrides = overrides_of(options, keys_of(options.config))
     config = load_config(options.config, preset=options.preset, overrides=overrides, machine=inventory.this_machine)
@@ -72,8 +75,13 @@ def of_both(options: argparse.Namespace) -> Iterator[Finding]:
     running = run_files.claimed
     if running and run_files.config_file.is_file() and not options.model:
         config = load_config([run_files.config_file])
-    yield from of_machine(config, running=running)
+    yield from of_machine(config, running=running, launcher=_launcher(run_files) if running else 0)
     yield from of_pipeline(monitor_url(config), wanted=running)
+
+
+def _launcher(files: RunFiles) -> int:
+    state = files.state()
+    return 0 if state is None else state.launcher.pid
 
 
 def monitor_url(config: Config) -> str:
@@ -82,7 +90,8 @@ def monitor_url(config: Config) -> str:
     return http_base(config.monitor.host, config.monitor.port)
 
 
-def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
+def of_machine(config: Config, *, running: bool, launcher: int = 0) -> Iterator[Finding]:
+    """Check this machine. `launcher`: the process of the pipeline that runs, 0 = none does."""
     from cohort.common.http.ports import free_port
     from cohort.common.policies import compose
     from cohort.services.launcher.box import on_box
@@ -108,7 +117,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
     moves_kv = compose.moves_kv(settled)
     folders = {"cache": paths.cache_dir(), "state": paths.state_dir(settled.state.folder)}
     own = [name for name in names("devices") if (user_folder() / "devices" / f"{name}.yaml").is_file()]
-    load = _checked("load", lambda: machine.load(cores, running))
+    load = _checked("load", lambda: machine.load(_others(launcher)))
     yield from (
         unknown or _checked("model", lambda: files.model(config, folder)),
         _checked("ports", lambda: machine.ports(plan(settled, cores), running)),
@@ -130,15 +139,29 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
     )
 
 
+def _others(launcher: int) -> float | None:
+    """Return the share of the processors that other programs take, over half a second."""
+    others = OtherPrograms(launcher)
+    others.share()
+    time.sleep(0.5)
+    return others.share()
+
+
 def memory(config: Config, folder: Path) -> Finding:
     """Check memory for the workers, with weights as this kind of device stores them: codes, or dequantised."""
+    available = host_memory.available_bytes()
     if not (folder / "config.json").is_file():
-        return machine.memory(config, files.weights_bytes(folder))
+        return machine.memory(config, files.weights_bytes(folder), available)
     geometry = read_geometry(folder, config.model.quantization)
     if config.on_gpu:
         return fine("memory", f"of its GPU a worker needs {need(config, folder, geometry).summary}")
+    try:
+        check_host(config, folder)
+    except ConfigError as error:
+        says, _, cure = str(error).partition("; ")
+        return problem("memory", says, cure)
     held = host_need(config, folder, geometry, computes_bfloat16=host_memory.computes_bfloat16()).weights
-    return machine.memory(config, held or files.weights_bytes(folder))
+    return machine.memory(config, held or files.weights_bytes(folder), available)
 
 
 def of_pipeline(url: str, *, wanted: bool) -> Iterator[Finding]:
@@ -182,4 +205,9 @@ def _show(found: list[Finding]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
     problems, warned = (sum(finding.status == status for finding in found) for status in ("problem", "warning"))
-    console.print("nothing is wrong" if not problems + warned else f"{problems} problems, {warned} warnings")
+    counted = f"{_number(problems, 'problem')}, {_number(warned, 'warning')}"
+    console.print(counted if problems + warned else "nothing is wrong")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

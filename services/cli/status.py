@@ -202,8 +202,7 @@ def _processes(processes: list[dict[str, Any]]) -> Table:
     for name in ("since", "running", "waiting", "rows", "step", "prefill/s", "decode/s", "preempt/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV use", no_wrap=True)
-    for name in ("memory", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("restarts", justify="right", no_wrap=True)
     several = sum(process["role"] == "bucketing_manager" for process in processes) > 1
     for process in processes:
         stats, restarts = process["stats"], process["restarts"]
@@ -215,7 +214,6 @@ def _processes(processes: list[dict[str, Any]]) -> Table:
             _count(stats, "requests_waiting", "waiting"),
             *_work(process),
             _kv_bar(stats),
-            f"{stats['rss_bytes'] / 2**20:.0f} MiB" if "rss_bytes" in stats else "",
             Text(str(restarts), style="yellow") if restarts else "0",
         )
     return table

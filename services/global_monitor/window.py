@@ -154,7 +154,7 @@ def worker_figures(grown: Counts) -> WorkerFigures | None:
 
 
 def _of_class(grown: Counts, name: str) -> ClassFigures:
-    slo = {key.split()[2]: each for key, each in grown.items() if key.startswith(f"slo {name} ") and sum(each)}
+    slo = {key.split()[2]: each for key, each in grown.items() if key.startswith(f"slo {name} ") and any(each)}
     return ClassFigures(
         ttft=_latency(grown.get(f"ttft {name}", ())),
         tpot=_latency(grown.get(f"tpot {name}", ())),

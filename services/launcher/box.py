@@ -16,7 +16,7 @@ from cohort.common.config import Config
 from cohort.common.devices import host_memory
 from cohort.common.devices.degrees import settle_degrees
 from cohort.common.devices.division import auto_counts, resolve_division
-from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
+from cohort.common.devices.fit import check_fit, check_host_fit, check_host_kv, host_need, need
 from cohort.common.devices.inventory import Gpu
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import ConfigError
@@ -41,14 +41,16 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
 
 
 def check_host(config: Config, model: Path) -> None:
-    """Check that the weights of all workers fit this host's memory; without a GPU each has its own. Raises
+    """Check that weights and KV of all workers fit this host's memory; without a GPU each has its own. Raises
     `ConfigError`, `ModelError`."""
     if config.on_gpu:
         return
     geometry = read_geometry(model, config.model.quantization)
     wanted = host_need(config, model, geometry, computes_bfloat16=host_memory.computes_bfloat16())
     workers = sum(group.count for group in config.workers)
-    check_host_fit(config, config.model.served_name or model.name, wanted, host_memory.available_bytes(), workers)
+    available = host_memory.available_bytes()
+    check_host_fit(config, config.model.served_name or model.name, wanted, available, workers)
+    check_host_kv(config, wanted.weights, available, workers)
 
 
 def check_added_worker(config: Config, instance: InstanceId) -> None:

@@ -28,7 +28,7 @@ from cohort.common.hub.model_source import located, permission
 from cohort.common.keys.private_files import keep_private
 from cohort.common.policies import settings
 from cohort.services.launcher import control, preflight
-from cohort.services.launcher.box import check_host, on_box, summary
+from cohort.services.launcher.box import on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.hosts import Hosts, Pipeline
 from cohort.services.launcher.local_hosts import LocalHosts
@@ -83,10 +83,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
-    preflight.check_adapters(config, model)
-    preflight.check_exposure(config)
-    preflight.check_certificate(config)
-    check_host(config, model)
+    preflight.check(config, model)
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:
@@ -155,7 +152,7 @@ def _model_folder(config: Config) -> Path:
         command = [sys.executable, "-P", "-m", "cohort.services.launcher.models.default_model"]
         if subprocess.run(command, stdin=subprocess.DEVNULL, timeout=MODEL_TIMEOUT_S, check=False).returncode != 0:
             raise ModelError("the default model could not be made (see above); serve another with --model FOLDER")
-    preflight.check_model(folder, with_weights=config.model.weights == "files")
+    preflight.check_model(config, folder)
     return folder
 
 

@@ -1,33 +1,57 @@
-"""Checks before anything is started: model folder, ports, what strangers could reach, open-file limit. Each failure is
-one clear sentence.
+"""Checks before anything is started: model folder, memory, ports, what strangers could reach, open-file limit. Each
+failure is one sentence with its cure.
 
-Called by the launcher only; the processes check their own share again. Never loads a model.
+Called by the launcher and `cohort doctor`; the processes check their own share again. Never loads a model.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterable
 from pathlib import Path
 
+import jinja2
+import msgspec
+
 from cohort.common.config import Config
+from cohort.common.engine.config.architecture import check_architecture
 from cohort.common.engine.config.lora_checkpoint import check_lora
 from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.config.safetensors_header import read_header, read_index
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.http import exposure, tls
 from cohort.common.http.ports import port_problem
 from cohort.common.hub.model_source import TOKENIZER_FILES
 from cohort.common.json_files import read_json_object
 from cohort.common.paths import GGUF_FILE
+from cohort.services.launcher.box import check_host
 from cohort.services.launcher.plan import ProcessPlan
 
 _GATEWAY_REMEDY = "choose another with --port"
+_AGAIN = "fetch the model again: its download is not complete"
+_TEMPLATES = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""Marks of assistant text, which gateways render as nothing."""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", GGUF_FILE)
 
 
-def check_model(folder: Path, *, with_weights: bool = True) -> None:
-    """Raise `ModelError` unless the folder looks like a model in Hugging Face format; weights may be drawn instead."""
+class _TokenizerFile(msgspec.Struct):
+    model: msgspec.Raw
+
+
+def check(config: Config, model: Path) -> None:
+    """Check a resolved configuration. Raises `ConfigError`, `ModelError`."""
+    check_adapters(config, model)
+    check_exposure(config)
+    check_certificate(config)
+    check_host(config, model)
+
+
+def check_model(config: Config, folder: Path) -> None:
+    """Raise `ModelError` unless the folder has a model in Hugging Face format, complete, whose architecture, tokeniser
+    and chat template can be used; weights may be drawn instead."""
     if folder.suffix == ".gguf" and folder.is_file():
         raise ModelError(
             f"{folder} is a GGUF file, and here a folder is needed; make one around it: "
@@ -42,10 +66,50 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
         read_json_object(config)
     except FileNotFoundError:
         raise ModelError(f"{folder}: no config.json there; --model wants a folder in Hugging Face format") from None
+    with_weights = config.model.weights == "files"
     if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
-        raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)})")
+        raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)}); {_AGAIN}")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); {_AGAIN}")
+    check_architecture(folder, read_geometry(folder, config.model.quantization))
+    _check_text_files(folder)
+    if with_weights and (missing := missing_parts(folder)):
+        more = " …" if len(missing) > 3 else ""
+        raise ModelError(f"{folder}: {'; '.join(missing[:3])}{more}; {_AGAIN}")
+
+
+def _check_text_files(folder: Path) -> None:
+    """Check that the tokeniser's file is whole, and that the chat template can be read."""
+    file = folder / "tokenizer.json"
+    try:
+        if file.is_file():
+            msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{file}: no tokenizer can be read from it ({error}); {_AGAIN}") from None
+    template = folder / "chat_template.jinja"
+    try:
+        if template.is_file():
+            _TEMPLATES.parse(_GENERATION.sub("", template.read_text(encoding="utf-8")))
+    except (OSError, ValueError, jinja2.TemplateSyntaxError) as error:
+        raise ModelError(
+            f"{template}: no chat template ({error}); mend it, or remove it to serve without chats"
+        ) from None
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """Return weight files that an index names and are absent, or that are shorter than their header says."""
+    found = []
+    for index in sorted(folder.glob("*.index.json")):
+        found += [
+            f"{part} is missing" for part in sorted(set(read_index(index).values())) if not (folder / part).is_file()
+        ]
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                read_header(path, file)
+        except ModelError as error:
+            found.append(f"{path.name} is cut off or damaged: {error}")
+    return found
 
 
 def check_adapters(config: Config, model: Path) -> None:

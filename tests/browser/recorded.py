@@ -19,6 +19,7 @@ from cohort.common.http.browsers import BrowserGuard
 from cohort.common.messages import GatewayView, Heartbeat, Look, ManagerView, Message, View, WorkerView
 from cohort.common.planning.machine import PlanDecision
 from cohort.common.planning.shape import Shape
+from cohort.common.process.metrics import LATENCY_BUCKETS_S
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import InstanceId, QueueBucket, Role
 from cohort.common.views import (
@@ -105,6 +106,15 @@ def view_of(peer: InstanceId, asked: Look, many: int) -> View | None:
     return WorkerView(peer, role, many, [row], counts, [], Iteration(1, 0, 0), 1e6, 0.0, drafts)
 
 
+def counts_of(serial: int) -> dict[str, list[float]]:
+    """What the gateway's histograms say after so many beats: a TTFT of 0.05 to 0.1 s, one in ten of 2.5 to 5 s."""
+    place = {bound: n for n, bound in enumerate(LATENCY_BUCKETS_S)}
+    counts = {f"{name} rt": [0.0] * (len(place) + 1) for name in ("ttft", "tpot", "itl")}
+    counts["ttft rt"][place[0.1]], counts["ttft rt"][place[5]] = 9.0 * serial, 1.0 * serial
+    counts["tpot rt"][place[0.025]] = counts["itl rt"][place[0.025]] = 10.0 * serial
+    return counts | {"slo rt ttft": [9.0 * serial, 1.0 * serial], "refused queue_full": [2.0 * serial]}
+
+
 def planned(now_s: float) -> PlannerState:
     """A change that was judged, one that is not yet, and one that failed for a reason that somebody else wrote."""
     small, large = Shape.of({(Role.UNIFIED, 1): 1}), Shape.of({(Role.UNIFIED, 1): 2})
@@ -170,7 +180,12 @@ class Recorded:
                 stats["leads"] = float(name == "manager")
             url = "javascript:alert(1)" if name == "gateway" else ""
             warnings = [f"GPU 0 is there and unused {MARKUP}"] if name == "decode-0" else []
-            beat = Heartbeat(name, role, 1, 1, name != "predictor", url, stats, {}, warnings)
+            counts = counts_of(serial) if name == "gateway" else {}
+            if name.endswith("-0"):  # a worker; one has nothing to do
+                steps = 20.0 * serial if name == "decode-0" else 0.0
+                counts = {"steps": [steps, 0.03 * steps, 4.0 * steps]}
+                stats |= {"kv_total_blocks": 120.0, "kv_used_blocks": 30.0, "kv_cached_blocks": 10.0}
+            beat = Heartbeat(name, role, 1, 1, name != "predictor", url, stats, {}, warnings, counts=counts)
             self.monitor.cluster.on_heartbeat(SystemClock().now_s(), beat)
 
 

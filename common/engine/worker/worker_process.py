@@ -20,8 +20,9 @@ from cohort.common import paths
 from cohort.common.addresses import MANAGER, bind_address, manager_names
 from cohort.common.config import Config
 from cohort.common.devices.degrees import check_divided
-from cohort.common.devices.fit import check_host_fit, host_need
+from cohort.common.devices.fit import check_host_fit, check_host_kv, host_need
 from cohort.common.devices.host_memory import available_bytes
+from cohort.common.engine.config.architecture import check_architecture
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.lora_checkpoint import LoraOptions
 from cohort.common.engine.config.model_config import kv_dtype, read_geometry
@@ -130,6 +131,7 @@ def load_runner(
     sharers = max(1, config.engine.workers_per_gpu) if own is None else own.sharers
     dtype = resolve_dtype(config.model.dtype, device)
     whole = geometry = read_geometry(model_dir, config.model.quantization)
+    check_architecture(model_dir, geometry)
     degree = 1 if followers is None else followers.degree
     if degree > 1:
         check_divided(config, model_dir, geometry, degree)
@@ -143,6 +145,7 @@ def load_runner(
     if device.type == "cpu":
         wanted = host_need(config, model_dir, whole, computes_bfloat16=native_bfloat16())
         check_host_fit(config, model_dir.name, wanted, available_bytes(), 1)
+        check_host_kv(config, wanted.weights, available_bytes(), 1)
         memory_bytes = config.kv.cpu_bytes
         num_blocks = memory_bytes // (block_bytes + (0 if draft is None else draft.block_bytes))
         if num_blocks < 2:

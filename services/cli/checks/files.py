@@ -16,7 +16,6 @@ from pathlib import Path
 from cohort.common.config import Config
 from cohort.common.devices import inventory
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
-from cohort.common.engine.config.safetensors_header import read_header, read_index
 from cohort.common.errors import ConfigError, ModelError, TransferError
 from cohort.common.http.tls import TlsFiles, load
 from cohort.common.transport import ucx_devices
@@ -62,34 +61,16 @@ def model(config: Config, folder: Path) -> Finding:
         if not folder.exists():
             return fine(name, "the default model will be made at the first start")
         return problem(name, f"{folder} was not made to its end", f"rm -r {folder}; the next start makes it")
-    with_weights = config.model.weights == "files"
     try:
         if (file := gguf_file(folder)) is not None:
             return fine(name, f"{file.name}, {size(file.stat().st_size)} of weights in GGUF")
-        check_model(folder, with_weights=with_weights)
-        missing = _missing_parts(folder) if with_weights else []
+        check_model(config, folder)
     except (ModelError, OSError, ValueError) as error:
-        return problem(name, str(error), "name a local folder in Hugging Face format: --model FOLDER")
-    if missing:
-        says = f"{folder}: {'; '.join(missing[:3])}" + (" …" if len(missing) > 3 else "")
-        return problem(name, says, "fetch the model again; the download was not finished")
+        says, _, cure = str(error).partition("; ")
+        return problem(name, says, cure or "name a local folder in Hugging Face format: --model FOLDER")
     shown = config.model.served_name or folder.name
-    return fine(name, f"{shown}, {f'{size(weights_bytes(folder))} of' if with_weights else 'random'} weights")
-
-
-def _missing_parts(folder: Path) -> list[str]:
-    """Return weight files that an index names and are absent, or that are shorter than their header says."""
-    found = []
-    for index in sorted(folder.glob("*.index.json")):
-        parts = set(read_index(index).values())
-        found += [f"{part} is missing" for part in sorted(parts) if not (folder / part).is_file()]
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                read_header(path, file)
-        except ModelError as error:
-            found.append(f"{path.name} is cut off or damaged: {error}")
-    return found
+    kept = f"{size(weights_bytes(folder))} of" if config.model.weights == "files" else "random"
+    return fine(name, f"{shown}, {kept} weights")
 
 
 def certificate(config: Config, now_s: float | None = None) -> Finding:

@@ -6,7 +6,6 @@ Called by `doctor.py`. Sources under /proc, /sys and /dev are arguments.
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -14,13 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cohort.common.config import Config
-from cohort.common.http.ports import port_problem
+from cohort.common.devices.fit import check_host_kv
+from cohort.common.errors import ConfigError
 from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
 from cohort.services.launcher.plan import ProcessPlan
+from cohort.services.launcher.preflight import check_ports
 
 LEAST_DISK_BYTES, ENOUGH_DISK_BYTES = 512 << 20, 4 << 30
 LEAST_SHARED_BYTES = 256 << 20
 LEAST_DESCRIPTORS, ENOUGH_DESCRIPTORS = 1024, 16_384
+BUSY = 0.25
+"""Share of the processors from which other programs are felt."""
 _TIME_ERROR = 5
 """`adjtimex`: the clock is not synchronised."""
 
@@ -31,17 +34,15 @@ class Usage(NamedTuple):
     free: int
 
 
-def ports(plans: Iterable[ProcessPlan], running: bool, taken: Callable[[str, int], str] = port_problem) -> Finding:
+def ports(plans: Iterable[ProcessPlan], running: bool) -> Finding:
     """Check that the ports are free. `running`: the pipeline itself has them."""
     if running:
         return skipped("ports", "the pipeline that runs here has them")
-    for plan in plans:
-        if found := taken(plan.host, plan.port):
-            return problem(
-                "ports",
-                f"{plan.instance}: {found}",
-                f"see who listens: ss -ltnp 'sport = :{plan.port}'; or another --port",
-            )
+    try:
+        check_ports(plans)
+    except ConfigError as error:
+        says, _, cure = str(error).partition("; ")
+        return problem("ports", says, f"{cure or 'choose others with --port'}; ss -ltnp names who listens")
     return fine("ports", "all free")
 
 
@@ -94,25 +95,21 @@ def descriptors(limits: tuple[int, int] | None = None) -> Finding:
     return problem(name, says, cure) if hard < LEAST_DESCRIPTORS else warning(name, says, cure)
 
 
-def memory(config: Config, weights_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> Finding:
-    """Check RAM for weights and KV of the workers on this processor."""
+def memory(config: Config, weights_bytes: int, available_bytes: int) -> Finding:
+    """Check RAM for weights and KV of the workers on this processor. `available_bytes`: 0 = not known."""
     name = "memory"
     if config.on_gpu:
         return skipped(name, "weights and KV lie on the GPU")
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return skipped(name, f"{meminfo} does not say")
+    if not available_bytes:
+        return skipped(name, "this system does not say")
     workers = len(config.instance_roles)
-    kv = config.kv.cpu_bytes + config.kv.host_memory_bytes
-    wanted = workers * (weights_bytes + kv)
-    says = f"{workers} workers want about {size(wanted)}, {size(available)} are available"
-    if wanted > available:
-        less = "fewer workers, or less for each: --set kv.memory_bytes=… kv.host_memory_bytes=…"
-        alone = "a model of fewer bits, or a machine with more memory: the weights of one worker are too many"
-        return problem(name, says, alone if weights_bytes > available else less)
-    return fine(name, says)
+    try:
+        check_host_kv(config, weights_bytes, available_bytes, workers)
+    except ConfigError as error:
+        says, _, cure = str(error).partition("; ")
+        return problem(name, says, cure)
+    wanted = workers * (weights_bytes + config.kv.cpu_bytes + config.kv.host_memory_bytes)
+    return fine(name, f"{workers} workers want about {size(wanted)}, {size(available_bytes)} are available")
 
 
 def threads(config: Config, cores: int) -> Finding:
@@ -127,12 +124,15 @@ def threads(config: Config, cores: int) -> Finding:
     return fine("threads", says)
 
 
-def load(cores: int, running: bool, average: float | None = None) -> Finding:
-    """Check for other programs: on a busy machine predicted step times are unreliable."""
-    name, busy = "load", os.getloadavg()[0] if average is None else average
-    says = f"{busy:.1f} processes want {cores} cores"
-    if running or busy <= cores:
-        return fine(name, says + (", the pipeline's own among them" if running else ""))
+def load(others: float | None) -> Finding:
+    """Check for other programs: on a busy machine predicted step times are unreliable. `others`: the share of the
+    processors that they take (`OtherPrograms`)."""
+    name = "load"
+    if others is None:
+        return skipped(name, "this system does not say")
+    says = f"other programs take {others:.0%} of the processors"
+    if others < BUSY:
+        return fine(name, says)
     return warning(name, says, "end what else runs (top), or expect latencies of a machine that is shared")
 
 

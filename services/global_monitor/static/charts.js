@@ -15,7 +15,8 @@ function logarithmic(values) {
   const below = all.filter(tick => tick <= low * 1.0001), above = all.filter(tick => tick >= high * 0.9999);
   const from = below.at(-1) ?? low, to = above[0] === from ? all[all.indexOf(from) + 1] : above[0];
   const ticks = all.filter(tick => tick >= from && tick <= to);
-  const shown = ticks.length <= 5 ? ticks : ticks.filter(tick => Math.abs(Math.log10(tick) % 1) < 1e-6 || tick === from);
+  const decades = ticks.filter(tick => Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-6);
+  const shown = ticks.length <= 5 || decades.length < 2 ? ticks : decades;
   return { ticks: shown, at: value => Math.log(value / from) / Math.log(to / from) };
 }
 
@@ -61,7 +62,7 @@ function chart({ title, curves, format, log = false, most, slo }, ages, span) {
   const plot = h("div", { class: "plot", tabindex: "0", "data-key": `c:${title}`, role: "img", "aria-label":
     `${title}, last ${duration(span)}: ${curves.map(each => `${each.label} ${format(each.values.at(-1) ?? NaN)}`).join(", ")}; arrow keys read earlier values` },
   svg, ticks.map(tick => h("span", { class: "y", style: `top:${100 - 100 * at(tick)}%` }, format(tick))),
-  [1, 0.5].map(share => h("span", { class: "x", style: `left:${100 - 100 * share}%` }, `−${duration(span * share)}`)),
+  [1, Math.round(span / 120) * 60 / span].map(share => h("span", { class: "x", style: `left:${100 - 100 * share}%` }, `−${duration(span * share)}`)),
   h("span", { class: "x last" }, "now"),
   slo ? h("span", { class: "slo", style: `top:${100 - 100 * at(slo)}%` }, `SLO ${format(slo)}`) : null, cursor);
   const spot = event => (1 - (event.clientX - plot.getBoundingClientRect().left) / plot.clientWidth) * span;
@@ -92,6 +93,6 @@ export function drawCharts(parent, state, chosenSpan) {
     { title: "Tokens/s", format: rate, curves: [curve("output", "output_tokens_per_s"), curve("prompt", "prompt_tokens_per_s")] },
     { title: "Requests", format: count, curves: [curve("running", "requests_running"), curve("waiting", "requests_waiting")] },
     { title: "Requests/s", format: rate, curves: [curve("arrived", "arrivals_per_s"), curve("failed", "failed_per_s")] },
-    { title: "KV cache", format: percent, most: 1, curves: [curve("in use", "kv_used"), curve("cached", "kv_cached")] }];
+    { title: "KV", format: percent, most: 1, curves: [curve("in use", "kv_used"), curve("cached", "kv_cached")] }];
   redraw(parent, specs.map(spec => chart(spec, ages, span)));
 }

@@ -1,0 +1,54 @@
+"""Whether anything here computes a model's architecture, before torch or weights are read.
+
+Called by the launcher, `cohort doctor` and, for containers, by each worker.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.errors import ModelError
+
+_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+def check_architecture(folder: Path, geometry: ModelGeometry) -> None:
+    """Raise `ModelError` for a model that neither a form of this project nor transformers computes."""
+    if geometry.family != "generic":
+        return
+    known = _causal_models()
+    if known and geometry.model_type not in known:
+        raise ModelError(
+            f"{folder / 'config.json'}: no code here computes models of type {geometry.model_type}: neither this "
+            f"project's nor that of transformers {version('transformers')}; serve another model, or one of the "
+            "families in docs/models.md"
+        )
+
+
+@cache
+def _causal_models() -> frozenset[str]:
+    """Return the types that transformers' `AutoModelForCausalLM` knows, read from its source: importing it takes
+    seconds and loads torch. Empty where that does not tell."""
+    try:
+        version("transformers")
+        spec = importlib.util.find_spec("transformers")
+        roots = spec.submodule_search_locations if spec is not None else None
+        source = Path(next(iter(roots or ())), "models", "auto", "modeling_auto.py").read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (ImportError, PackageNotFoundError, OSError, StopIteration, SyntaxError, ValueError):
+        return frozenset()
+    tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and _names(node.targets[0], _MODELS))
+    pairs = (
+        pair for table in tables for pair in ast.walk(table) if isinstance(pair, ast.Tuple) and len(pair.elts) == 2
+    )
+    first = (pair.elts[0] for pair in pairs)
+    return frozenset(each.value for each in first if isinstance(each, ast.Constant) and isinstance(each.value, str))
+
+
+def _names(target: ast.expr, name: str) -> bool:
+    return isinstance(target, ast.Name) and target.id == name

@@ -25,6 +25,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **{"formatter_class": _Help} | options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; an unknown option is an error of the command that it was written behind, not of the one before it."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(_UNKNOWN + " ".join(rest))
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """End with status 2, the usage, and what may have been meant."""
         if message.startswith(_UNKNOWN):

@@ -152,7 +152,7 @@ def _model_folder(config: Config) -> Path:
         command = [sys.executable, "-P", "-m", "cohort.services.launcher.models.default_model"]
         if subprocess.run(command, stdin=subprocess.DEVNULL, timeout=MODEL_TIMEOUT_S, check=False).returncode != 0:
             raise ModelError("the default model could not be made (see above); serve another with --model FOLDER")
-    preflight.check_model(config, folder)
+    preflight.check_model(folder, with_weights=config.model.weights == "files")
     return folder
 
 

@@ -49,7 +49,7 @@ def check(config: Config, model: Path) -> None:
     check_host(config, model)
 
 
-def check_model(config: Config, folder: Path) -> None:
+def check_model(folder: Path, *, with_weights: bool = True) -> None:
     """Raise `ModelError` unless the folder has a model in Hugging Face format, complete, whose architecture, tokeniser
     and chat template can be used; weights may be drawn instead."""
     if folder.suffix == ".gguf" and folder.is_file():
@@ -66,12 +66,11 @@ def check_model(config: Config, folder: Path) -> None:
         read_json_object(config)
     except FileNotFoundError:
         raise ModelError(f"{folder}: no config.json there; --model wants a folder in Hugging Face format") from None
-    with_weights = config.model.weights == "files"
     if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)}); {_AGAIN}")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); {_AGAIN}")
-    check_architecture(folder, read_geometry(folder, config.model.quantization))
+    check_architecture(folder, read_geometry(folder))
     _check_text_files(folder)
     if with_weights and (missing := missing_parts(folder)):
         more = " …" if len(missing) > 3 else ""

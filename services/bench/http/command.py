@@ -23,13 +23,19 @@ examples:
 """
 
 
+def _local(port: str) -> str:
+    return f"http://127.0.0.1:{int(port)}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
     server = parser.add_argument_group("server")
     server.add_argument("--url", default="http://127.0.0.1:8000", help="base URL (default %(default)s)")
+    server.add_argument(
+        "--port", type=_local, dest="url", metavar="PORT", help="of a server on this machine, instead of --url"
+    )
     server.add_argument("--model", help="model id; needed only where a server has several")
     server.add_argument(
         "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="bearer key (default $OPENAI_API_KEY)"

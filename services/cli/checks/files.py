@@ -64,7 +64,7 @@ def model(config: Config, folder: Path) -> Finding:
     try:
         if (file := gguf_file(folder)) is not None:
             return fine(name, f"{file.name}, {size(file.stat().st_size)} of weights in GGUF")
-        check_model(config, folder)
+        check_model(folder, with_weights=config.model.weights == "files")
     except (ModelError, OSError, ValueError) as error:
         says, _, cure = str(error).partition("; ")
         return problem(name, says, cure or "name a local folder in Hugging Face format: --model FOLDER")

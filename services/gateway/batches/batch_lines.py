@@ -142,7 +142,7 @@ class InputReader:
             line = _line_decoder.decode(text)
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$")
-            return self._error("invalid_request", f"{what}.", where.rstrip("`").lstrip(".") or None)
+            return self._error("invalid_request", f"{what.replace('`', '')}.", where.rstrip("`").lstrip(".") or None)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return self._error("invalid_json_line", "This line is not parseable as valid JSON.")
         if not line.custom_id.isprintable():

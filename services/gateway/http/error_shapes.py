@@ -44,10 +44,15 @@ class AnthropicError(msgspec.Struct, frozen=True):
     error: AnthropicProblem
 
 
+def message_of(error: RequestError) -> str:
+    """Return the error for a person: marks of Markdown, as decoders put around names, are left out."""
+    return printable(error.message.replace("`", ""), _MESSAGE_CHARACTERS)
+
+
 def error_body(error: RequestError) -> OpenAiError:
     return OpenAiError(
         OpenAiProblem(
-            message=printable(error.message, _MESSAGE_CHARACTERS),
+            message=message_of(error),
             type=error.type_,
             param=None if error.param is None else printable(error.param, 200),
             code=error.code or _CODES.get(error.status) or str(error.status),
@@ -56,9 +61,7 @@ def error_body(error: RequestError) -> OpenAiError:
 
 
 def anthropic_error(error: RequestError) -> AnthropicError:
-    return AnthropicError(
-        "error", AnthropicProblem(_anthropic_type(error.status), printable(error.message, _MESSAGE_CHARACTERS))
-    )
+    return AnthropicError("error", AnthropicProblem(_anthropic_type(error.status), message_of(error)))
 
 
 def shaped_error(error: RequestError, path: str) -> AnthropicError | OpenAiError:

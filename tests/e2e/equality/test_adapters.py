@@ -116,7 +116,7 @@ def test_the_list_of_models_and_an_unknown_one(served: Served) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(asked)
     assert refused.value.code == 404
-    assert "serves `base`, `team/sql-v1.2`, `poems`" in json.load(refused.value)["error"]["message"]
+    assert "serves base, team/sql-v1.2, poems" in json.load(refused.value)["error"]["message"]
 
 
 def test_a_killed_worker_costs_no_token_of_any_adapter(served: Served) -> None:

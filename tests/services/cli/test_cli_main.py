@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +12,25 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from cohort.services.bench.__main__ import COMMANDS as MEASUREMENTS
 from cohort.services.cli import __main__ as cli
+from cohort.services.cli import api_keys
+
+NEEDED = {
+    "log-level": ["info"],
+    "keys": ["a-file"],
+    "keys add": ["a"],
+    "keys show": ["a"],
+    "keys set": ["a"],
+    "keys revoke": ["a"],
+    "simulate": ["--trace", "8x8", "--cluster", "a100-80:1", "--model", "opt-13b"],
+    "compare": ["papers"],
+    "replay": ["a-file"],
+    "traces": ["list"],
+    "bench operators": ["a-folder"],
+    "bench decisions": ["placement"],
+}
+"""Words without which a command line lacks something else."""
 
 STATE = {
     "name": "unified",
@@ -133,7 +152,7 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         cli.main(["srve"])
     assert ended.value.code == 2
-    assert "srve" in capsys.readouterr().err
+    assert "there is no command srve; did you mean serve?" in capsys.readouterr().err
 
 
 def test_a_missing_part_breaks_only_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,12 +162,47 @@ def test_a_missing_part_breaks_only_itself(monkeypatch: pytest.MonkeyPatch, caps
     assert cli.main([]) == 0
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "bench"])
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+EVERY = [
+    *([name] for name in cli.COMMANDS),
+    *(["bench", name] for name in MEASUREMENTS),
+    *(["keys", name] for name in api_keys.COMMANDS),
+]
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_every_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own usage, a sentence, an example, and a default for each number."""
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        cli.main([*command, "--help"])
     assert ended.value.code == 0
-    assert "usage: cohort " + command in capsys.readouterr().out
+    usage, described, *_ = (text := capsys.readouterr().out).split("\n\n")
+    assert usage.startswith(f"usage: cohort {' '.join(command)} ")
+    assert len(described.split()) > 3 and not described.startswith(("options:", "positional"))
+    assert re.search(rf"example[\s\S]*cohort {' '.join(command)}\b", text)
+    assert "%(" not in text
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_a_wrong_option_is_an_error_of_its_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, *NEEDED.get(" ".join(command), ()), "--hepl"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"usage: cohort {' '.join(command)} " in error and "--hepl; did you mean --help?" in error
+
+
+@pytest.mark.parametrize("command", ["status", "doctor", "restart", "log-level", "chaos", "compare", "bench", "serve"])
+def test_what_looks_for_a_pipeline_takes_its_port(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--port " in capsys.readouterr().out
+
+
+def test_status_finds_the_monitor_by_the_port_of_the_pipeline(
+    monitor: Monitor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--port", str(monitor.server_port - 1)]) == 0
+    assert "tiny-model" in capsys.readouterr().out
 
 
 def test_status_shows_the_processes(monitor: Monitor, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_a_pipeline_that_is_well_and_one_that_is_mixed(monitor: Monitor, capsys:
     monitor.waiting[-1] = 60.0
     assert main(["doctor", "--url", monitor.url]) == 1
     printed = capsys.readouterr().out
-    assert "1 problems, 1 warnings" in printed and "→ more workers" in printed
+    assert "1 problem, 1 warning" in printed and "→ more workers" in printed
 
 
 def test_no_monitor_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Figures of the last minute: from heartbeats of processes that restart, stop and begin, against counts made by hand."""
+"""Figures of the last minute, from heartbeats of processes that restart and stop, against counts made by hand."""
 
 from __future__ import annotations
 

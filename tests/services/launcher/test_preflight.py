@@ -7,22 +7,75 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.config import Config, GatewayConfig, MetricsConfig, ModelConfig, MonitorConfig
+from cohort.common.config import Config, GatewayConfig, KvConfig, MetricsConfig, ModelConfig, MonitorConfig
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.http import ports
 from cohort.services.launcher import preflight
 from cohort.services.launcher.plan import plan
+from tests.common.devices.test_fit import shard
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def model_folder(folder: Path) -> Path:
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").touch()
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    shard(folder / "model.safetensors", {"w": ("F32", [2, 2])})
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 
 def test_a_model_folder_passes(tmp_path: Path):
     preflight.check_model(model_folder(tmp_path))
+    tags = "{%- generation %}x{% endgeneration -%}"
+    (tmp_path / "chat_template.jinja").write_text(f"{{% for m in messages %}}{tags}{{% endfor %}}")
+    preflight.check_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        (
+            "config.json",
+            json.dumps({"model_type": "frobnicator", "hidden_size": 64}),
+            "models of type frobnicator.*; serve",
+        ),
+        ("config.json", json.dumps({"model_type": "t5", "is_encoder_decoder": True}), "encoder-decoder; only decoders"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vo', "no tokenizer can be read.*; fetch the model again"),
+        ("tokenizer.json", "{}", "no tokenizer can be read.*; fetch the model again"),
+        ("chat_template.jinja", "{% for m in messages %}", "no chat template.*; mend it, or remove it"),
+        ("model.safetensors", "", "model.safetensors is cut off or damaged.*; fetch the model again"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "other.safetensors"}}',
+            "other.safetensors is missing; fetch",
+        ),
+    ],
+)
+def test_what_a_process_would_only_find_later_is_refused_in_one_sentence(
+    tmp_path: Path, file: str, content: str, complaint: str
+):
+    (model_folder(tmp_path) / file).write_text(content)
+    with pytest.raises(ModelError, match=complaint) as refused:
+        preflight.check_model(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_kv_beyond_the_memory_is_refused_at_once(tmp_path: Path):
+    config = Config(kv=KvConfig(memory_bytes=900 * 10**9))
+    with pytest.raises(ConfigError, match=r"2 workers want 1\d{3}\.\d GiB for weights and KV, .* available; --set kv"):
+        preflight.check(config, model_folder(tmp_path))
 
 
 @pytest.mark.parametrize(

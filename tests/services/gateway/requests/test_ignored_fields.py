@@ -65,7 +65,7 @@ async def test_a_near_miss_is_named_with_what_was_meant(open_site: OpenSite) -> 
         assert json.loads(data)["choices"][0]["message"]["content"] == ANSWER  # not of three tokens
     async with open_site(unknown_fields="refuse") as site:
         status, _, data = await sent(site, CHAT, body)
-        assert status == 400 and json.loads(data)["error"]["message"].endswith("did you mean `max_tokens`?")
+        assert status == 400 and json.loads(data)["error"]["message"].endswith("did you mean max_tokens?")
 
 
 async def test_a_stream_names_them_in_its_head(open_site: OpenSite) -> None:

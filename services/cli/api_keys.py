@@ -30,6 +30,10 @@ examples:
   cohort keys add nightly --limit be.tokens_per_day=5000000 --limit rt.requests_per_minute=1 --weight 0.5
   cohort keys add boss --admin
   cohort serve --set keys.file=$HOME/.config/cohort/keys.json
+  cohort keys list
+  cohort keys show alice
+  cohort keys set alice --limit requests_per_minute=default --weight 2
+  cohort keys revoke alice
   cohort keys usage --days 7
 
 A limit is one of {", ".join(_LIMITS)}; rt. or be. before it: of real-time or

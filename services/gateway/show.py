@@ -75,4 +75,4 @@ def slo_tallies(counted: list[tuple[dict[str, str], float]]) -> list[SloTally]:
         for key in {"", labels.get("key", "")}:
             tally = sums.setdefault((key, traffic_class, objective), [0, 0])
             tally[labels["outcome"] != "met"] += int(value)
-    return [SloTally(each, objective, *both, key) for (key, each, objective), both in sorted(sums.items())]
+    return [SloTally(of, objective, met, missed, key) for (key, of, objective), (met, missed) in sorted(sums.items())]

@@ -112,7 +112,7 @@ class Cluster:
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self.samples: deque[Sample] = deque(maxlen=max(1, round(history_s / SAMPLE_EVERY_S)))
         self._silence_s = silence_s
-        self._forget_s = FORGET_S
+        self._forget_s = min(history_s, FORGET_S)
         self._began_s: float | None = None
         self._sampled_s: float | None = None
         self._grown = dict.fromkeys(_COUNTED, 0.0)

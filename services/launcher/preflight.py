@@ -70,7 +70,8 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
         raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)}); {_AGAIN}")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); {_AGAIN}")
-    check_architecture(folder, read_geometry(folder))
+    check_architecture(folder)
+    read_geometry(folder)
     _check_text_files(folder)
     if with_weights and (missing := missing_parts(folder)):
         more = " …" if len(missing) > 3 else ""

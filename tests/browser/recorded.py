@@ -103,7 +103,8 @@ def view_of(peer: InstanceId, asked: Look, many: int) -> View | None:
     counts = BlockMap(cells, 16, 1, runs, {"free": cells - 40, "rt": 20, "be": 10, "cached": 10}, 40, 30)
     role = "prefill" if peer == "prefill-0" else "decode"
     drafts = [DraftTally("rt", 40, 160, 120), DraftTally("be", 9, 30, 0)] if peer == "decode-0" else []
-    return WorkerView(peer, role, many, [row], counts, [], Iteration(1, 0, 0), 1e6, 0.0, drafts)
+    rows, iteration = ([row], Iteration(1, 0, 0)) if many else ([], None)
+    return WorkerView(peer, role, many, rows, counts, [], iteration, 1e6, 0.0, drafts)
 
 
 def counts_of(serial: int) -> dict[str, list[float]]:
@@ -134,6 +135,8 @@ class Recorded:
         self.many = many
         self.standbys = standbys
         self.looks = 0
+        self.history_s = 0.0
+        """History that the page's curves were last read for."""
         self.down: set[str] = set()
         network = MemoryNetwork()
         self.monitor = GlobalMonitor(
@@ -157,6 +160,7 @@ class Recorded:
 
     def live(self, request_id: str, history_s: float) -> LiveState:
         """As the monitor has it, with what a planner of its own would tell."""
+        self.history_s = history_s
         if not self.standbys:
             return self.monitor.read_live(request_id, history_s)
         now_s = SystemClock().now_s()

@@ -54,6 +54,53 @@ async def test_everything_that_is_reported_is_shown_as_text(tab: Tab) -> None:
         assert tab.errors == []
 
 
+async def test_latencies_come_first_with_axes_their_slo_and_a_cursor(tab: Tab) -> None:
+    recorded = Recorded()
+    async with served(recorded) as url:
+        await shown(tab, url)
+        before = "document.querySelector('#charts').compareDocumentPosition(document.querySelector('#pipeline'))"
+        assert await tab.evaluate(before) == 4  # the pipeline follows
+        await tab.until("document.querySelectorAll('.plot polyline').length > 20")
+        text = await tab.evaluate("document.querySelector('#charts').innerText")
+        for part in (
+            "TTFT · real-time",
+            "TPOT · real-time",
+            "SLO 2.00 s",
+            "SLO 200 ms",
+            "p50 ",
+            "p99 ",
+            "now",
+            "−1 min",
+        ):
+            assert part in text, part
+        figures = await tab.evaluate("document.querySelector('#tiles').innerText")
+        assert "queue full" in figures and "TTFT p50" in figures and "25 %" in figures
+        assert "Refused in the last minute: " in await tab.evaluate("document.querySelector('#decisions').innerText")
+        when = "document.querySelector('.chart .when').textContent"
+        await tab.until("document.querySelector('.plot').focus() || document.querySelector('.plot:focus')")
+        for _ in range(3):
+            await tab.press("ArrowLeft", 37)
+        assert (await tab.evaluate(when)).endswith("ago")
+        await tab.evaluate("new Promise(done => setTimeout(done, 2500))")  # drawn anew since
+        assert (await tab.evaluate(when)).endswith("ago")
+        assert await tab.evaluate("document.querySelector('.plot:focus') !== null")
+        await tab.evaluate("document.querySelector('[data-span=\"3600\"]').click()")
+        for _ in range(100):
+            if recorded.history_s == 3600.0:
+                break
+            await tab.evaluate("new Promise(done => setTimeout(done, 100))")
+        assert recorded.history_s == 3600.0
+        assert tab.errors == []
+
+
+async def test_a_worker_without_work_stands_by(tab: Tab) -> None:
+    async with served(Recorded(many=0)) as url:
+        await shown(tab, url)
+        await tab.until("document.querySelector('#workers').innerText.includes('warm standby')")
+        text = await tab.evaluate("document.querySelector('#workers').innerText")
+        assert text.count("warm standby") == 1 and "no request was placed here in the last minute" in text
+
+
 async def test_drafts_plans_and_managers_that_stand_by_are_shown(tab: Tab) -> None:
     async with served(Recorded(standbys=2)) as url:
         await shown(tab, url)
@@ -135,6 +182,7 @@ async def test_a_paused_page_asks_nothing(tab: Tab) -> None:
                 break
             await tab.evaluate("new Promise(done => setTimeout(done, 100))")
         assert recorded.monitor.live_views._viewers == []
+        assert await tab.evaluate("document.querySelector('#pause').textContent") == "Resume"
         before = recorded.looks
         await tab.evaluate("new Promise(done => setTimeout(done, 1500))")
         assert recorded.looks == before

@@ -11,23 +11,28 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.config.model_config import GEMMA_SHAPED, LLAMA_SHAPED, MIXTURES
 from cohort.common.errors import ModelError
+from cohort.common.json_files import read_json_object
 
+_OWN = LLAMA_SHAPED | MIXTURES | GEMMA_SHAPED | {"gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3", "opt"}
 _MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
-def check_architecture(folder: Path, geometry: ModelGeometry) -> None:
-    """Raise `ModelError` for a model that neither a form of this project nor transformers computes."""
-    if geometry.family != "generic":
+def check_architecture(folder: Path) -> None:
+    """Raise `ModelError` for a type of model that neither a form of this project nor transformers computes. What else is
+    wrong with the configuration, `read_geometry` says."""
+    try:
+        config = read_json_object(folder / "config.json")
+    except FileNotFoundError:
         return
-    known = _causal_models()
-    if known and geometry.model_type not in known:
-        raise ModelError(
-            f"{folder / 'config.json'}: no code here computes models of type {geometry.model_type}: neither this "
-            f"project's nor that of transformers {version('transformers')}; serve another model, or one of the "
-            "families in docs/models.md"
-        )
+    kind, known = config.get("model_type"), _causal_models()
+    if not isinstance(kind, str) or config.get("is_encoder_decoder") or kind in _OWN | known or not known:
+        return
+    raise ModelError(
+        f"{folder / 'config.json'}: no code here computes models of type {kind}: neither this project's nor that of "
+        f"transformers {version('transformers')}; serve another model, or one of the families in docs/models.md"
+    )
 
 
 @cache

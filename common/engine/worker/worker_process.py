@@ -130,8 +130,8 @@ def load_runner(
     device = checked_device(config) if own is None else own.device
     sharers = max(1, config.engine.workers_per_gpu) if own is None else own.sharers
     dtype = resolve_dtype(config.model.dtype, device)
+    check_architecture(model_dir)
     whole = geometry = read_geometry(model_dir, config.model.quantization)
-    check_architecture(model_dir, geometry)
     degree = 1 if followers is None else followers.degree
     if degree > 1:
         check_divided(config, model_dir, geometry, degree)

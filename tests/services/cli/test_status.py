@@ -33,6 +33,7 @@ class Site:
 
     def __init__(self, *processes: Heartbeat) -> None:
         self.cluster, self.now_s = Cluster(silence_s=3.0), 0.0
+        self.worked: tuple[Heartbeat, ...] = ()
         self.beat(*processes)
 
     def beat(self, *processes: Heartbeat) -> None:
@@ -43,15 +44,16 @@ class Site:
     def work(self) -> None:
         """Half a minute: 60 requests, 240 tokens of 3 a step and 10 ms; three of four objectives are met."""
         self.now_s += 30.0
-        gateway = process("gateway", requests_total=60.0, generation_tokens_total=240.0, failed_total=1.0)
         ttft = [0.0] * 25
         ttft[10] = 60.0  # up to 0.5 s
         counts = {"ttft rt": ttft, "slo rt ttft": [3.0, 1.0], "refused queue_full": [2.0]}
+        gateway = process("gateway", requests_total=60.0, generation_tokens_total=240.0, failed_total=1.0)
         worker = process("decode-0", **WORKER, decode_tokens_total=240.0)
-        self.beat(
+        self.worked = (
             msgspec.structs.replace(gateway, counts=counts),
             msgspec.structs.replace(worker, counts={"steps": [80.0, 0.8, 240.0]}),
         )
+        self.beat(*self.worked)
 
     def reading(self) -> Reading:
         now = state(self.cluster, self.now_s, name="cohort", model="tiny", uptime_s=400.0, history_s=10.0)
@@ -89,7 +91,7 @@ def test_a_picture_is_of_the_last_minute() -> None:
     assert worker.split()[4:12] == ["5", "2", "3.0", "10.0", "ms", "0.0", "8.0", "0.0"]
     assert "████████░░  75 %" in worker, "cached blocks are no use"
     site.now_s += 90.0
-    site.beat(process("gateway", requests_total=60.0), process("decode-0", **WORKER))
+    site.beat(*site.worked)
     lines = shown(site.reading())
     assert "(last 60 s)" in lines[0] and line_of(lines, "rt").split()[3:] == ["-"] * 5
     assert "standby" in line_of(lines, "decode-0")

@@ -54,7 +54,7 @@ def run(slow: SlowIterations, since_s: float, *seconds: float, **fields: Any) ->
 def test_it_warns_with_the_cause_and_stops(slow: SlowIterations) -> None:
     assert run(slow, 0.0, *[0.02] * 12) == [""] * 12, "twice as long is no news"
     said = run(slow, 20.0, *[0.045] * 12)
-    assert said[0] == "" and said[8] == "iterations take 4.5 times what was learned"
+    assert said[0] == "" and "iterations take 4.5 times what was learned" in said
     assert said[-1] == "iterations take 4.5 times what was learned: other programs take 61% of the processors"
     assert run(slow, 40.0, *[0.01] * 8)[-1] == ""
 

@@ -30,6 +30,7 @@ from cohort.common.transport.ucx_devices import UcxChoice
 from cohort.services.cli.checks import files
 from cohort.services.simulator.hardware.profile_note import ProfileNote
 from tests.certificates import make_certificate
+from tests.services.launcher.test_preflight import SHAPE
 
 
 def config(**sections: object) -> Config:
@@ -40,8 +41,8 @@ def config(**sections: object) -> Config:
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "model"
     made.mkdir()
-    (made / "config.json").write_text("{}")
-    (made / "tokenizer.json").write_text("{}")
+    (made / "config.json").write_text(json.dumps(SHAPE))
+    (made / "tokenizer.json").write_text('{"model": {}}')
     save_file({"a": np.zeros((64, 64), np.float32)}, made / "model-00001-of-00002.safetensors")
     save_file({"b": np.zeros(16, np.float32)}, made / "model-00002-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}

@@ -20,8 +20,8 @@ _MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_architecture(folder: Path) -> None:
-    """Raise `ModelError` for a type of model that neither a form of this project nor transformers computes. What else is
-    wrong with the configuration, `read_geometry` says."""
+    """Raise `ModelError` for a type of model that neither a form of this project nor transformers computes;
+    `read_geometry` says what else is wrong with a configuration."""
     try:
         config = read_json_object(folder / "config.json")
     except FileNotFoundError:

@@ -68,7 +68,9 @@ function chart({ title, curves, format, log = false, most, slo }, ages, span) {
   const spot = event => (1 - (event.clientX - plot.getBoundingClientRect().left) / plot.clientWidth) * span;
   plot.addEventListener("pointermove", event => move(Math.max(0, Math.min(span, spot(event)))));
   plot.addEventListener("pointerleave", () => move(null));
-  plot.addEventListener("blur", () => plot.isConnected && move(null));
+  plot.addEventListener("blur", () => setTimeout(() => { // drawn anew, it has the focus again
+    if (document.activeElement?.dataset.key !== plot.dataset.key) cursors.set(title, null);
+  }));
   plot.addEventListener("keydown", event => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!by || !ages.length) return;

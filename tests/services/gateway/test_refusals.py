@@ -62,7 +62,7 @@ async def test_a_refusal_is_a_429_that_says_when_to_come_again(
     assert 'outcome="missed"' in missed and missed.endswith(" 1.0")
     [ended] = [line for line in text.splitlines() if line.startswith("cohort_request_success_total{")]
     assert 'finished_reason="refused"' in ended and ended.endswith(" 1.0")
-    stats = site.gateway.streams.stats.recent.stats()
+    stats = site.gateway.streams.stats.recorded
     assert (stats["refused_total"], stats["failed_total"], stats["rejected_total"]) == (1, 0, 0)
     assert "cohort_e2e_request_latency_seconds_count" not in text, "a refusal is no latency"
 

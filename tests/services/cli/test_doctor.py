@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from cohort import __version__
-from cohort.common.config import load_config
+from cohort.common.config import dump_config, load_config
 from cohort.common.http.ports import free_port
+from cohort.common.paths import run_dir
 from cohort.services.cli import doctor
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.checks.finding import fine, warning
+from cohort.services.launcher.run_files import RunFiles
 from tests.common.devices.test_fit import shard
 
 
@@ -100,6 +102,21 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert [name for name, finding in found.items() if "the check itself failed" in finding["says"]] == []
     assert found["model"]["status"] == "problem" and "no such folder" in found["model"]["says"]
     assert found["pipeline"]["status"] == "skipped"
+
+
+def test_a_named_model_is_looked_at_whatever_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path))
+    port = free_port()
+    files = RunFiles(run_dir(port))
+    with files.claim():
+        files.write_config(dump_config(load_config(overrides={"model": {"path": str(tmp_path / "served")}})))
+        for named, model in (([], "served"), (["--model", str(tmp_path / "wanted")], "wanted")):
+            main(["doctor", "--port", str(port), "--json", *named])
+            found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+            assert f"{tmp_path / model}: no such folder" in found["model"]["says"]
+            assert found["ports"]["status"] == "skipped", "the pipeline that runs has them"
 
 
 def test_a_check_that_fails_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

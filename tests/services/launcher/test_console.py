@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cohort.services.launcher.console import Console, Line, LogFollower, State, readable_warning
+from cohort.services.launcher.console import Console, Line, LogFollower, State, readable, readable_warning
 
 
 def event(level: str, **more: str) -> str:
@@ -96,3 +96,10 @@ def test_weights_that_are_read_at_once_are_not_mentioned(capsys):
     for other in (READ, '{"event": "loading weights"}', 'not JSON: "loading weights"'):
         console.echo_log("prefill-0", other)
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_log_is_shown_in_words_on_a_terminal() -> None:
+    line = '{"level": "info", "event": "worker ready", "threads": 2, "service": "decode_worker", "timestamp": "2026"}'
+    assert readable(line) == "info: worker ready threads=2"
+    assert readable("Traceback (most recent call last):") == "Traceback (most recent call last):"
+    assert readable_warning(line) == readable_warning("no JSON") == readable_warning('{"a": 1}') == ""

@@ -192,13 +192,13 @@ class BlockPool:
             raise InvariantViolated(f"reference counts differ from owners for blocks {wrong[:8]}")
         if not self._adds_up:
             raise InvariantViolated(self._sums)
-        unowned = sorted(block for block in range(self.num_blocks) if expected[block] == 0)
+        unowned = [block for block, count in enumerate(expected) if not count]
         if sorted([*self._free, *self._cached]) != unowned:
             raise InvariantViolated("free and cached blocks are not exactly the unowned ones")
-        for digest, block in self._block_of.items():
-            if self._hash_of[block] != digest:
-                raise InvariantViolated(f"block {block} is known by a hash it does not have")
-        if any(self._hash_of[block] is None for block in self._cached):
+        wrong = [block for digest, block in self._block_of.items() if self._hash_of[block] != digest]
+        if wrong:
+            raise InvariantViolated(f"blocks {wrong[:8]} are known by hashes they do not have")
+        if None in [self._hash_of[block] for block in self._cached]:
             raise InvariantViolated("a cached block has no hash")
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 
 class FreeBlocks:
@@ -29,8 +30,7 @@ class FreeBlocks:
             self._insert(0, num_blocks)
 
     def __iter__(self) -> Iterator[int]:
-        for start, end in self._end_of.items():
-            yield from range(start, end)
+        return chain.from_iterable(map(range, self._end_of, self._end_of.values()))
 
     @property
     def extents(self) -> int:

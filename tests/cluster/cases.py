@@ -24,7 +24,17 @@ PRESETS = sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))
 _BASELINES_TRIED = ("baseline-chunked-prefill", "baseline-uellm")
 TRIED = [name for name in PRESETS if not name.startswith("baseline-") or name in _BASELINES_TRIED]
 """Those that share no scheduler, by default: of the baselines one that pages and one of padded batches."""
-TRIED_PRESETS = by_default(PRESETS, *TRIED)
+
+
+def every_second(first: int) -> list[Any]:
+    """Of those, for `parametrize`: what one file leaves to nightly runs another file tries."""
+    return by_default(PRESETS, *TRIED[first::2])
+
+
+def every_third(first: int) -> list[Any]:
+    return by_default(PRESETS, *TRIED[first::3])
+
+
 OUTCOMES: tuple[IfLate, ...] = get_args(IfLate)
 LONGEST_PROMPT, LONGEST_OUTPUT = 40, 30
 CACHES = (20, 30, 64)

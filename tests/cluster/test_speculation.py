@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.machines.replayer import replay
-from tests.cluster.cases import PRESETS, TRIED_PRESETS, Case, cases, left_by_clients
+from tests.cluster.cases import Case, cases, every_second, every_third, left_by_clients
 from tests.common.machines.clusters import total
 from tests.common.machines.recorded_world import RecordedWorld
 from tests.common.machines.world import World
 from tests.examples import of_worlds
+from tests.support.kinds import by_default
 
 
 def _spread(preset: str, seed: int, blocks: int) -> Case:
@@ -34,7 +35,7 @@ def _counted(world: World) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("preset", TRIED_PRESETS)
+@pytest.mark.parametrize("preset", every_second(1))
 def test_answers_are_those_without_and_take_fewer_steps(preset: str) -> None:
     """The world compares every token with what is expected, and each engine every slot that a row reads."""
     seen, without = Counter[str](), Counter[str]()
@@ -46,7 +47,7 @@ def test_answers_are_those_without_and_take_fewer_steps(preset: str) -> None:
     assert seen["steps"] < without["steps"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", every_third(1))
 def test_tokens_are_right_whatever_breaks(preset: str) -> None:
     @of_worlds(0.03)
     @given(case=cases(preset), acceptance=st.sampled_from([0.3, 0.8, 1.0]))
@@ -56,7 +57,7 @@ def test_tokens_are_right_whatever_breaks(preset: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("preset", ["cohort", "bros", "dynaserve"])
+@pytest.mark.parametrize("preset", by_default(["cohort", "bros", "dynaserve"], "cohort"))
 def test_drafts_replay(preset: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         case = _spread(preset, 3, 30)

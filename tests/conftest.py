@@ -32,10 +32,11 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 
 
 LONG_FIRST = (
-    *("services/launcher", "scripts", "services/simulator", "common/transport", "security", "services/bench"),
-    *("common/engine", "kernels"),
+    *("chaos", "services/launcher", "e2e", "scripts", "security/deployment", "services/simulator", "common/transport"),
+    *("security", "services/bench", "common/engine", "kernels"),
 )
-"""With files of half a minute: where several workers share the files, a long one at the end leaves the others idle."""
+"""With files of half a minute, or that wait: where several forks share the files, a long one at the end leaves the
+others idle, and what waits has others beside it that compute."""
 LAST = ("services/length_predictor",)
 """Wait for a process of the lowest priority, for minutes where all cores are taken."""
 
@@ -70,8 +71,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first, last = (tuple(f"tests/{folder}/" for folder in folders) for folders in (LONG_FIRST, LAST))
-    items.sort(key=lambda item: item.nodeid.startswith(last) - item.nodeid.startswith(first))
+    def place(item: pytest.Item) -> int:
+        found = [place for place, folder in enumerate(LONG_FIRST) if item.nodeid.startswith(f"tests/{folder}/")]
+        late = item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in LAST))
+        return min(found, default=len(LONG_FIRST)) + late
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -371,12 +371,15 @@ ALL_PLACES = ("/v1/completions", "/v1/chat/completions", "/v1/batches")
     "path", [path if path in ALL_PLACES else pytest.param(path, marks=another_of_its_kind()) for path in BODIES]
 )
 async def test_every_odd_value_in_every_place(open_site: OpenSite, path: str) -> None:
-    """Exhaustive: no sampling misses one place. In turn, so that the answer to each is bounded by itself."""
+    """No sampling misses one place; by default each meets a third of the values, and each value a third of the places.
+    In turn, so that the answer to each is bounded by itself."""
     places = PLACES[path]
     if path == "/v1/chat/completions" and not nightly():  # the others are fields of a completion, read by the same code
         places = [place for place in places if place[0] in _CHAT_ONLY]
     async with fuzzed(open_site) as site:
-        for place, odd in itertools.product(places, ODD):
+        for (at, place), (which, odd) in itertools.product(enumerate(places), enumerate(ODD)):
+            if not nightly() and (at + which) % 3:
+                continue
             try:
                 await send(site, path, written(BODIES[path], {place: odd}))
             except Exception as error:

@@ -189,13 +189,15 @@ def derive_salt(salt: int, label: str) -> int:
 
 @contextmanager
 def _garbage_collector_idle() -> Iterator[None]:
-    """Freeze prepared bodies, so that no collection walks over them during the run."""
+    """Freeze prepared bodies, so that no collection walks over them during the run. What had been frozen stays so."""
+    before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not before:
+            gc.unfreeze()
 
 
 EXIT_NOTHING_COMPLETED = 1

@@ -22,7 +22,7 @@ needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, r
 
 KINDS = [
     pytest.param(("nixl", {}), id="nixl", marks=needs_nixl),
-    pytest.param(("nixl", {"UCX_TLS": "tcp"}), id="nixl-tcp", marks=needs_nixl),
+    pytest.param(("nixl", {"UCX_TLS": "tcp"}), id="nixl-tcp", marks=[needs_nixl, another_of_its_kind()]),
     pytest.param(("zmq", {}), id="zmq"),
     pytest.param(("ucx", {}), id="ucx", marks=needs_ucx),
     pytest.param(("ucx", {"UCX_TLS": "tcp,self"}), id="ucx-tcp", marks=needs_ucx),

@@ -63,7 +63,7 @@ async def embed(pipeline: Pipeline, inputs: list[list[int]]) -> dict[str, Any]:
     ("preset", "pooling"),
     [
         ("cohort", "lasttoken"),
-        ("unified", "mean_tokens"),
+        pytest.param("unified", "mean_tokens", marks=another_of_its_kind()),
         ("disaggregated", "mean_tokens"),
         pytest.param("cohort", "mean_tokens", marks=another_of_its_kind()),
         pytest.param("unified", "lasttoken", marks=another_of_its_kind()),

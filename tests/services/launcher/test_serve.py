@@ -151,6 +151,7 @@ def test_errors_are_raised_before_anything_starts(serve: Serve, tmp_path: Path):
     assert not serve.files.claimed
 
 
+@another_of_its_kind()
 def test_a_worker_that_cannot_load_the_model_is_reported(serve: Serve, tmp_path: Path):
     """The folder looks right, its weights are not: the worker says so, the launcher shows it and ends the rest."""
     model = tmp_path / "broken"

@@ -74,11 +74,12 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS)
-def test_other_templates_render_like_transformers(tmp_path: Path, template: str, chat: list[dict[str, Any]]) -> None:
+def test_other_templates_render_like_transformers(tmp_path: Path, template: str) -> None:
     folder = tiny_model.write_model(tmp_path / "m", template=template)
-    expected = reference(folder).apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert Tokenizer(folder).render_chat(chat, add_generation_prompt=True, variables={}) == expected
+    ours, theirs = Tokenizer(folder), reference(folder)
+    for chat in CHATS:
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert ours.render_chat(chat, add_generation_prompt=True, variables={}) == expected
 
 
 def test_variables_reach_the_template(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
-from tests.examples import another_of_its_kind
+from tests.examples import another_of_its_kind, nightly
 
 _WARMUP_S, _END_S = 30.0, 80.0
+CHUNKS = (256, 512) if nightly() else (512,)
 
 
 def hybrid(rate: float) -> Workload:
@@ -29,14 +30,16 @@ def hybrid(rate: float) -> Workload:
     return with_slos(mixture("hybrid", parts, RandomArrivals(rate), count=count, seed=1), slo_of)
 
 
-def served(preset: str, cluster: str, rate: float, mixed_share: float, chunk: int = 2048) -> SimReport:
+def served(
+    preset: str, cluster: str, rate: float, mixed_share: float, chunk: int = 2048, end_s: float = _END_S
+) -> SimReport:
     engine = {"max_rows": 256, "max_step_tokens": chunk, "prefill_chunk": chunk, "preemption": "recompute"}
     return simulate(
         load_config(preset=preset, overrides={"engine": engine, "kv": {"prefix_caching": False}}),
         load_cluster(cluster, {"mixed_share": mixed_share}),
         load_model("qwen2.5-14b"),
         hybrid(rate),
-        SimOptions(predictor="noisy", predictor_sigma=10.0, warmup_s=_WARMUP_S, horizon_s=_END_S),
+        SimOptions(predictor="noisy", predictor_sigma=10.0, warmup_s=_WARMUP_S, horizon_s=end_s),
     )
 
 
@@ -59,8 +62,7 @@ def test_where_splitting_pays_it_splits_and_serves_more_than_either_baseline(
     mine = served("dynaserve", cluster, rate, mixed_share)
     others = [
         served("baseline-distserve", cluster, rate, mixed_share),
-        served("baseline-chunked-prefill", cluster, rate, mixed_share, 256),
-        served("baseline-chunked-prefill", cluster, rate, mixed_share, 512),
+        *(served("baseline-chunked-prefill", cluster, rate, mixed_share, chunk) for chunk in CHUNKS),
     ]
     placed = mine.manager["splits_total"] + mine.manager["whole_total"]
     assert mine.manager["splits_total"] > 0.2 * placed
@@ -70,5 +72,5 @@ def test_where_splitting_pays_it_splits_and_serves_more_than_either_baseline(
 
 
 def test_on_equal_instances_without_such_a_price_requests_stay_whole() -> None:
-    manager = served("dynaserve", "a100-80:2", 8.0, 0.0).manager
+    manager = served("dynaserve", "a100-80:2", 8.0, 0.0, end_s=45.0).manager
     assert manager["splits_total"] < 0.05 * manager["whole_total"]

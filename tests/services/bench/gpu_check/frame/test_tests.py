@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from cohort.services.bench.gpu_check.frame.report import read_rows
+from tests.examples import another_of_its_kind
 
 RUN = """
 import sys
@@ -80,6 +81,7 @@ BEFORE = [
 ]
 
 
+@another_of_its_kind()
 def test_one_that_fails_hides_none_of_the_others(tmp_path: Path) -> None:
     after = [("test_a.py::test_ends", "pass"), ("test_a.py::test_after", "pass"), ("tests", "info")]
     assert rows(tmp_path, "pass") == (0, [*BEFORE, *after])

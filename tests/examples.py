@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, example, settings
 
 _NIGHTLY = 2000
 _WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -43,10 +43,19 @@ def nightly() -> bool:
     return bool(settings().max_examples >= _NIGHTLY)
 
 
+def _every() -> bool:
+    """A GPU needs no interpreter and compiles each by itself, so there all run."""
+    return nightly() or Phase.shrink not in settings().phases
+
+
 def another_of_its_kind() -> pytest.MarkDecorator:
-    """Of a test beside one like it. A GPU needs no interpreter and compiles each by itself, so there all run."""
-    every = nightly() or Phase.shrink not in settings().phases
-    return pytest.mark.skipif(not every, reason="one like it runs by default: scripts/test --nightly")
+    """Of a test beside one like it."""
+    return pytest.mark.skipif(not _every(), reason="one like it runs by default: scripts/test --nightly")
+
+
+def another_example(**given: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`@example`, of a property with another one like it that runs by default."""
+    return example(**given) if _every() else lambda test: test
 
 
 def of_worlds(share: float) -> settings:

@@ -58,6 +58,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Ite
         yield running
 
 
+@pytest.mark.skipif(not (WIDE or nightly()), reason="`unified` preempts so by default: scripts/test --nightly")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> None:
     if pipeline.config.name != preset:

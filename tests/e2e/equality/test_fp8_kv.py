@@ -16,8 +16,8 @@ def test_fp8_crosses(tmp_path: Path, small_model: Path) -> None:
     """Beside one another, over a prefix that is cached, and with log-probabilities."""
     words = "Once upon a time there was a fox who lived at the edge of a large forest and wanted "
     requests: list[dict[str, Any]] = [
-        {"prompt": words * repeat, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        for repeat in (1, 3, 9, 9)
+        {"prompt": words * repeat, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        for repeat in (1, 4, 4)
     ]
     kv = {"cache_dtype": "fp8", "memory_bytes": 64 << 20}
     answers = {}
@@ -32,4 +32,4 @@ def test_fp8_crosses(tmp_path: Path, small_model: Path) -> None:
             if preset == "disaggregated":
                 pipeline.wait_for("decode-0", "transfers_total", 1)
     assert answers["disaggregated"] == answers["unified"]
-    assert all(len(tokens) == 12 for tokens in answers["unified"])
+    assert all(len(tokens) == 8 for tokens in answers["unified"])

@@ -19,7 +19,8 @@ from tests.examples import another_of_its_kind
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=another_of_its_kind())])
+@another_of_its_kind()
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_the_default_preempts(tmp_path: Path, small_model: Path, preemption: str) -> None:
     """Responses of six blocks, every one expected to end at once: the cache does not hold what was let in."""
     tokenizer = Tokenizer.from_file(str(small_model / "tokenizer.json"))

@@ -106,7 +106,8 @@ def test_latents_move_between_workers_of_any_degrees(tmp_path: Path, degrees: tu
         pipeline.assert_nothing_left()
 
 
-@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=LONGER)])
+@LONGER
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_preempted_requests_go_on(tmp_path: Path, model: Path, goldens: list[Golden], preemption: str) -> None:
     workers = [{"role": "unified", "tensor_parallel": 2}]
     overrides = options(40, workers, preemption=preemption, prefill_chunk=48)

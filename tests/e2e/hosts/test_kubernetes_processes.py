@@ -1,6 +1,9 @@
 """The containers of docker/kubernetes/overlays/cpu as processes of this machine: one for each pod, by the manifests'
 own arguments and environment, started apart, asked by their probes, ended by SIGTERM.
 
+By default the compose file's commands run instead (`tests/security/deployment/test_containers.py`), and
+`tests/scripts/test_kubernetes.py` compares the manifests' own with them.
+
 What a machine without containers lacks is put in its place: names of Services become `localhost`, ports free ones,
 mounts folders. A volume is a folder that others can enter, as one of Kubernetes is.
 """
@@ -27,9 +30,10 @@ from cohort.common.http.ports import free_port
 from cohort.common.paths import cache_dir
 from cohort.common.transport.security import generate_keys
 from tests.containers import ENTRYPOINT, ROOT
+from tests.examples import another_of_its_kind
 from tests.kustomize import pod_spec, render
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow, another_of_its_kind()]
 
 KEY = "sk-of-the-test"
 OVERLAY = ROOT / "docker" / "kubernetes" / "overlays" / "cpu"

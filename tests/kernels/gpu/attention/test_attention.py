@@ -15,6 +15,7 @@ from cohort.kernels.gpu.attention import attention, prefill
 from cohort.kernels.gpu.plan import DecodePlan
 from cohort.kernels.gpu.workspace import Workspace
 from tests.examples import another_of_its_kind, examples
+from tests.support.kinds import in_turn
 
 NIGHTLY = another_of_its_kind()
 RAGGED = [(70, 1), (1, 1), (0, 1), (16, 1), (150, 1)]  # one token, none at all, full blocks, a few keys over
@@ -70,8 +71,7 @@ def workspace_for(step, **options) -> Workspace:
 @pytest.mark.parametrize(
     ("dtype", "directions"),
     [
-        (torch.float32, "forward"),
-        (torch.float32, "reversed"),
+        *(pytest.param(torch.float32, each, marks=NIGHTLY) for each in ("forward", "reversed")),
         (torch.float32, "mixed"),
         (torch.bfloat16, "mixed"),
         (torch.float16, "mixed"),
@@ -88,8 +88,17 @@ def test_a_row_without_a_context_gives_zeros(make_gpu_step):
     assert decode(step, plan_of(items=40))[2].eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (80, 3), (96, 5), (128, 4), (256, 8), (20, 17)])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype"),
+    in_turn(
+        [
+            (*sizes, dtype)
+            for sizes in ((64, 1), (80, 3), (96, 5), (128, 4), (256, 8), (20, 17))
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
+        of=2,
+    ),
+)
 def test_every_head_and_group_size(make_gpu_step, assert_close, dtype, head_dim, group):
     step = make_gpu_step(
         [(37, 20), (50, 1)], kv_heads=1, group=group, head_dim=head_dim, dtype=dtype, directions="mixed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +20,7 @@ from cohort.kernels.ops import coded as entry
 from cohort.kernels.ops.coded import CodedMatrix
 from tests.examples import another_of_its_kind, examples
 from tests.kernels.gpu.conftest import DEVICE
+from tests.support.kinds import by_default, in_turn
 
 INT8, UINT4, E4M3 = torch.int8, torch.uint8, torch.float8_e4m3fn
 CODES = pytest.mark.parametrize("codes", [INT8, UINT4, E4M3], ids=str)
@@ -65,8 +68,9 @@ def both(
 
 
 @CODES
-@DTYPES
-@pytest.mark.parametrize("group", [32, 64, 128, 160])
+@pytest.mark.parametrize(
+    ("group", "dtype"), in_turn(product((32, 64, 128, 160), (torch.float32, torch.bfloat16, torch.float16)), of=3)
+)
 def test_groups_and_whole_rows(assert_close, codes, dtype, group):
     """160 is all inputs of a row, and no power of two."""
     weight = weight_of(codes, 40, 160, group, offsets=codes == UINT4)
@@ -75,7 +79,7 @@ def test_groups_and_whole_rows(assert_close, codes, dtype, group):
 
 
 @CODES
-@pytest.mark.parametrize("rows", [1, 16, 17, 70])
+@pytest.mark.parametrize("rows", by_default([1, 16, 17, 70], 1, 17))
 def test_few_rows_and_many(assert_close, codes, rows):
     found, expected = both(rows_of(rows, 96, torch.bfloat16), weight_of(codes, 70, 96, 32, offsets=True))
     assert_close(found, expected)

@@ -147,13 +147,13 @@ FORMS = {
     "mxfp4": (E2M1, 32, False),
 }
 FEW, MANY = (5, 3, 7), (40, 2, 2)
-NIGHTLY = [("int8", FEW), ("fp8", MANY), ("int4", MANY)]
+NIGHTLY = [("mxfp4", FEW), ("int8", FEW), ("fp8", MANY), ("int4", MANY)]
 
 
 @pytest.mark.parametrize(
     ("form", "routing"),
     [
-        *(("fp8", FEW), ("int4", FEW), ("mxfp4", FEW), ("int8", MANY), ("mxfp4", MANY)),
+        *(("fp8", FEW), ("int4", FEW), ("int8", MANY), ("mxfp4", MANY)),
         *(pytest.param(*each, marks=another_of_its_kind()) for each in NIGHTLY),
     ],
 )

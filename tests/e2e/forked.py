@@ -55,7 +55,7 @@ class ForkedProcess:
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = READY_TIMEOUT_S) -> int:
         """Exit code, negative for a signal. Raises `subprocess.TimeoutExpired`."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from msgspec import structs
 
 from cohort.common.config import LoggingConfig
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.runner_options import RunnerOptions
+from cohort.common.engine.ranks import followers as ranks_followers
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.rank_messages import Setup
 from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.model_runner import ModelRunner
+from tests.common.engine.forked_ranks import start_rank
 from tests.engine_models import make_runner, runner_options
 
 
@@ -34,7 +37,9 @@ def group_runner(
         share = DeviceShare(graphs=graphs[rank] if graphs else 0)
         return structs.replace(options, share=share, device=devices[rank] if devices else "cpu")
 
-    with Followers(degree, threads=1) as followers:
+    with patch.object(ranks_followers, "start_rank", start_rank):
+        started = Followers(degree, threads=1)
+    with started as followers:
 
         def setup(rank: int) -> Setup:
             logging = LoggingConfig(level="warning")

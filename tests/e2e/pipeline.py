@@ -30,7 +30,7 @@ from tests.e2e.forked import ForkedProcess, fork
 from tests.e2e.held_file import Hold, content, held_file, hold_file
 from tests.examples import nightly
 
-CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048" if nightly() else "768"))
+CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048" if nightly() else "512"))
 """The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
 
 START_TIMEOUT_S = 120.0

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.pipeline import Pipeline
+from tests.examples import nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = "COHORT_CLIENTS"
@@ -37,9 +38,11 @@ def script_of(page: str, heading: str, language: str, pipeline: Pipeline) -> str
 
 
 def run_here(heading: str, pipeline: Pipeline) -> dict[str, Any]:
-    """What the script's names stand for after it was run in this process."""
+    """What the script's names stand for after it was run in this process. By default its answers in words end sooner:
+    the model takes most of the time."""
     found: dict[str, Any] = {"__name__": "script"}
-    exec(script_of("clients.md", heading, "python", pipeline), found)
+    code = script_of("clients.md", heading, "python", pipeline)
+    exec(code if nightly() else re.sub(r"(tokens=)40\b", r"\g<1>12", code), found)
     return found
 
 

@@ -22,7 +22,7 @@ from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, RevisePrediction
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Prediction
-from cohort.services.length_predictor import state, trainer
+from cohort.services.length_predictor import trainer
 from cohort.services.length_predictor.service import LengthPredictor, state_file
 from cohort.services.length_predictor.training_wire import TrainingPace
 
@@ -107,13 +107,8 @@ def not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "sys", SimpleNamespace(executable=str(child)))
 
 
-def _saved_model(path: Path) -> bool:
-    saved = state.load(path)
-    return saved is not None and saved.model is not None
-
-
 @pytest.mark.pipeline
-async def test_first_default_then_learned_then_remembered(world: World, tmp_path: Path) -> None:
+async def test_first_default_then_learned_then_remembered_also_by_the_next_child(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
         facts, _ = world.request()
         assert (await rig.ask(facts)).source == "default"
@@ -135,29 +130,10 @@ async def test_first_default_then_learned_then_remembered(world: World, tmp_path
         await rig.until(lambda: rig.service.model is not None)
         assert rig.service.stats()["observations"] == 60
         assert (await rig.ask(facts)).source == "model"
-
-
-async def test_corrupt_state_starts_afresh(world: World, tmp_path: Path) -> None:
-    kept(tmp_path).parent.mkdir()
-    kept(tmp_path).write_bytes(b"PK\x03\x04 nonsense")
-    async with running(tmp_path) as rig:
-        await rig.until(lambda: kept(tmp_path).with_suffix(".npz.unreadable").exists())
-        assert (await rig.ask(world.request()[0])).source == "default"
-        rig.tell(*world.request())
-        await rig.until(lambda: kept(tmp_path).exists())  # and it learns on
-
-
-@pytest.mark.pipeline
-async def test_a_killed_child_comes_back_with_its_knowledge(world: World, tmp_path: Path) -> None:
-    async with running(tmp_path) as rig:
         await rig.until(lambda: rig.service.child.pid is not None)
-        for _ in range(40):
-            rig.tell(*world.request())
-        await rig.until(lambda: _saved_model(kept(tmp_path)) and rig.service.model is not None)
         first = rig.service.child.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        facts, _ = world.request()
         assert (await rig.ask(facts)).source == "model"  # serving never noticed
         await rig.until(lambda: rig.service.child.pid not in (None, first))
         for _ in range(70):
@@ -166,12 +142,15 @@ async def test_a_killed_child_comes_back_with_its_knowledge(world: World, tmp_pa
 
 
 @pytest.mark.pipeline
-async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> None:
+async def test_corrupt_state_starts_afresh_and_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> None:
+    kept(tmp_path).parent.mkdir()
+    kept(tmp_path).write_bytes(b"PK\x03\x04 nonsense")
     async with running(tmp_path) as rig:
-        await rig.until(lambda: rig.service.child.pid is not None)
-        pid = rig.service.child.pid
+        await rig.until(lambda: kept(tmp_path).with_suffix(".npz.unreadable").exists())
+        assert (await rig.ask(world.request()[0])).source == "default"
         rig.tell(*world.request())
-        await rig.until(lambda: kept(tmp_path).exists())  # it has begun: so is asked to end what works
+        await rig.until(lambda: kept(tmp_path).exists())  # and it learns on
+        pid = rig.service.child.pid
         rig.tell(*world.request())
         await rig.until(lambda: rig.service.stats()["observations"] == 2)
     assert pid is not None

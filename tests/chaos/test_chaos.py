@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 on_many_requests = pytest.mark.skipif(not nightly(), reason="the whole table takes minutes: scripts/test --nightly")
 
 
-def chaos(folder: Path, *words: str, timeout_s: float = 300.0) -> Document:
+def chaos(folder: Path, *words: str, timeout_s: float = 600.0) -> Document:
     document = folder / "chaos.json"
     command = [sys.executable, "-P", "-m", "cohort.services.cli", "chaos", "--port", str(free_port()), *words]
     done = subprocess.run([*command, "--json", str(document)], capture_output=True, text=True, timeout=timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from tests.common.engine.worker.test_worker_loop import HeldBus, ModelFolder, Ru
 from tests.engine_models import CONFIGS, VOCAB
 from tests.examples import another_of_its_kind
 from tests.services.gateway.tiny_model import byte_level
+from tests.support.kinds import by_default
 
 PROMPTS = random_prompts((5, 17, 9, 30))
 KINDS: dict[str, dict[str, Any]] = {
@@ -96,8 +98,9 @@ def _same(one: Answers, other: Answers) -> None:
         assert logprobs == pytest.approx(other[name][1], abs=1e-5)
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("device_steps", [False, True])
+@pytest.mark.parametrize(
+    ("device_steps", "together"), by_default(product((False, True), repeat=2), (False, False), (True, True))
+)
 async def test_answers_are_the_same_with_drafts(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool, together: bool
 ) -> None:

@@ -76,9 +76,8 @@ class ForkedProcess:
 class _Template:
     """Ends with the tests' process, as its forks do."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        modules = [f"cohort.services.{name}.service" for name in _SERVICES]
         command = [sys.executable, "-c", _WITHOUT_TIDYING, "--orders", str(theirs.fileno()), *modules]
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=dict(environment), start_new_session=True, pass_fds=[theirs.fileno()]
@@ -105,14 +104,21 @@ class _Template:
         return answer
 
 
-_templates: dict[tuple[tuple[str, str], ...], _Template] = {}
+_templates: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], _Template] = {}
+_IMPORTED = tuple(f"cohort.services.{name}.service" for name in _SERVICES)
 
 
-def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
+def fork(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    imported: tuple[str, ...] = _IMPORTED,
+) -> ForkedProcess:
     """`python -m module arguments`, with standard output and error to `log`. One template for each environment: the
-    size of an OpenMP pool is read at import."""
+    size of an OpenMP pool is read at import. `imported` by the template."""
     wanted = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
-    key = tuple(sorted(wanted.items()))
+    key = (imported, tuple(sorted(wanted.items())))
     if key not in _templates:
-        _templates[key] = _Template(wanted)
+        _templates[key] = _Template(wanted, imported)
     return _templates[key].fork(module, arguments, log)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -24,14 +23,16 @@ from cohort.common.process.service import EXIT_NO_DEVICE
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.common.types import Role
 from tests.common.service_program import SHORT_S
+from tests.e2e.forked import ForkedProcess, fork
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "tests.common.service_program"
 
 
 class Running:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, process: ForkedProcess, said: int) -> None:
+        """`said`: descriptor of what the process writes."""
+        self.process, self._said = process, said
         self.events: list[dict[str, Any]] = []
         self.plain: list[str] = []
         self._news = asyncio.Event()
@@ -48,13 +49,15 @@ class Running:
                 await self._news.wait()
 
     async def code(self, within_s: float = 30.0) -> int:
-        code = await asyncio.wait_for(self.process.wait(), within_s)
+        code = await asyncio.to_thread(self.process.wait, within_s)
         await self._reader
         return code
 
     async def _read(self) -> None:
-        assert self.process.stderr is not None
-        while line := await self.process.stderr.readline():
+        said = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(said), os.fdopen(self._said, "rb"))
+        while line := await said.readline():
             try:
                 self.events.append(json.loads(line))
             except json.JSONDecodeError:
@@ -73,27 +76,16 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
     config.write_text("metrics: {base_port: 0}\ndrain_s: 0.2\nlogging: {format: json}\n")
 
     async def start(instance: str, *options: str) -> Running:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            PROGRAM,
-            "--config",
-            str(config),
-            "--run-dir",
-            str(tmp_path / "run"),
-            "--instance",
-            instance,
-            *options,
-            cwd=ROOT,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        running.append(Running(process))
+        arguments = ["--config", str(config), "--run-dir", str(tmp_path / "run"), "--instance", instance, *options]
+        said, log = os.pipe()
+        with os.fdopen(log, "wb") as written:
+            process = fork(PROGRAM, arguments, os.environ, written, ("cohort.common.process.service",))
+        running.append(Running(process, said))
         return running[-1]
 
     yield start
     for one in running:
-        with contextlib.suppress(ProcessLookupError):
-            one.process.kill()
+        one.process.kill()
         await one.code()
 
 

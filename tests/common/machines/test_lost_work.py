@@ -13,6 +13,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.types import Attempt, Role
 from tests.common.machines.world import MANAGER_SETTINGS, VOCABULARY, Owned, World
+from tests.support.kinds import by_default
 
 UNIFIED = {"unified-0": Role.UNIFIED}
 PD = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
@@ -61,7 +62,7 @@ def killed_once(seed: int, preset: str) -> tuple[list[Owned], list[Owned]]:
     return lost, later
 
 
-@pytest.mark.parametrize("preset", ["unified", "bros", "ecoserve"])
+@pytest.mark.parametrize("preset", by_default(["unified", "bros", "ecoserve"], "unified", "bros"))
 def test_lost_requests_go_before_those_that_came_while_their_worker_was_away(preset: str) -> None:
     """The worker is told of the newcomers first: the gateway has yet to resubmit what was lost."""
     overtaken = pairs = 0

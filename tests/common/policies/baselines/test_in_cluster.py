@@ -82,7 +82,11 @@ PREEMPTION = ("swap", "recompute")
 
 @pytest.mark.parametrize(
     ("name", "preemption", "blocks"),
-    by_default(product(BASELINES, PREEMPTION, (20, 64)), *product(BASELINES, PREEMPTION, (20,)), ("orca", "swap", 64)),
+    by_default(
+        product(BASELINES, PREEMPTION, (20, 64)),
+        *((name, PREEMPTION[place % 2], 20) for place, name in enumerate(BASELINES)),
+        ("orca", "swap", 64),
+    ),
 )
 def test_colocated(name: str, preemption: str, blocks: int) -> None:
     cluster = world(21, UNIFIED, Colocated, name, blocks=blocks, preemption=preemption)

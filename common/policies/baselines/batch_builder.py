@@ -20,6 +20,7 @@ from cohort.common.types import Attempt
 RankKey = tuple[int | float | Attempt, ...]
 Rank = Callable[[Sequence], RankKey]
 """Lower goes first; must tell any two sequences apart."""
+RankedHolders = Callable[[], list[Sequence]]
 
 
 def by_arrival(sequence: Sequence) -> RankKey:
@@ -64,11 +65,21 @@ def divided(prompts: Seq[Row], tokens: int, chunk: int) -> list[int] | None:
 class BatchBuilder:
     """Iteration in the making. `running`: every sequence that holds KV here and may be planned or preempted."""
 
-    def __init__(self, limits: IterationLimits, kv: KvAllocator, running: Iterable[Sequence], rank: Rank) -> None:
+    def __init__(
+        self,
+        limits: IterationLimits,
+        kv: KvAllocator,
+        running: Iterable[Sequence] | RankedHolders,
+        rank: Rank = by_arrival,
+    ) -> None:
+        """`running` may be a function that returns them ranked: it is asked again once one was admitted."""
         self._limits = limits
         self._kv = kv
         self._rank = rank
-        self._holders = sorted(running, key=rank)
+        self._ranked = running if callable(running) else None
+        self._holders = running() if callable(running) else sorted(running, key=rank)
+        self._joined = False
+        """Flag: `_holders` lack those that were admitted."""
         self._prefill: list[Row] = []
         self._decode: list[Row] = []
         self._rows: list[Row] = []
@@ -122,6 +133,8 @@ class BatchBuilder:
         if not self._fits(count):
             return False
         while not self._kv.extend(sequence, sequence.computed + count):
+            if self._joined and self._ranked is not None:
+                self._holders, self._joined = [s for s in self._ranked() if s not in self._evicted], False
             lower = self._holders[self._holders.index(sequence) :]
             victim = next((s for s in reversed(lower) if s not in self._planned and not s.pinned), None)
             # Lower ranks that run or are being read are waited for; the lowest of all makes room for the others.
@@ -131,6 +144,23 @@ class BatchBuilder:
             if victim is sequence:
                 return False
         self._add(sequence, count)
+        return True
+
+    def continue_all(self, decoding: list[Sequence]) -> bool:
+        """Add a row for each of these, which run, have one position to compute and no row. False: time to ask for each
+        (`continue_row`), as tokens, rows or blocks may lack; nothing has changed."""
+        kv, limits = self._kv, self._limits
+        if len(decoding) > min(self.tokens_left, limits.max_rows - len(self._planned)):
+            return False
+        if limits.padded or not kv.grows_by_block:
+            return False
+        rows = [Row(sequence, sequence.computed, 1) for sequence in decoding]
+        if kv.extend_ahead(rows) is not None:
+            return False
+        self._rows += rows
+        self._decode += rows
+        self._planned.update(decoding)
+        self.tokens_left -= len(rows)
         return True
 
     def admit(self, sequence: Sequence, cut: Callable[[int], int] | None = None) -> bool:
@@ -145,7 +175,9 @@ class BatchBuilder:
         else:
             return False
         if admitted:
-            insort(self._holders, sequence, key=self._rank)
+            if self._ranked is None:
+                insort(self._holders, sequence, key=self._rank)
+            self._joined = True
             count = self._count(sequence)
             self._add(sequence, max(1, cut(count)) if cut and sequence.computed else count)
         return admitted

@@ -4,7 +4,7 @@ strictest promise among the decodes leaves time.
     decide ─▶ learn what the last iteration took (D5's profile table)
            ─▶ the next prompt is on time and blocks lack: best-effort sequences give way to it
            ─▶ a row for every decode, or for those due first where a prompt on time may start although rows lack
-              (`row_sharing`); victims that free a block for it are chosen by `victim_rank`; those of many choices take
+              (`row_sharing`); `RunningTable` ranks the victims that free a block for it; those of many choices take
               turns where all would exceed the longest iteration, or the rest of the time that the next prompt waits
            ─▶ aim: the strictest TPOT among these rows, and a little of the time that its row has won (`mixing`, where
               prompts beside decodes have a price: all of that)
@@ -18,35 +18,27 @@ So a request delays the tokens of others by `longest_step_s` at most, however mu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
+from itertools import takewhile
 from math import inf
 
-from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
-from cohort.common.policies.cohort.mixing import (
-    FREE,
-    HEADROOM,
-    LEAST_PREFILL,
-    best_chunk,
-    spare_s,
-    stretched_s,
-    strictest_s,
-)
-from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
+from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits
+from cohort.common.policies.cohort.mixing import FREE, HEADROOM, LEAST_PREFILL, best_chunk
+from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
 from cohort.common.policies.cohort.row_sharing import (
+    MANY,
     admissible_rows,
-    due_first,
     in_turn,
     is_one_of_many,
     lasting_shape,
     longest_shared_s,
 )
-from cohort.common.policies.dynaserve.kv_forecast import fits
+from cohort.common.policies.cohort.running_table import Indices, RunningTable
 from cohort.common.policies.interface import UNTIL_CHANGED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import CohortSettings
-from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
+from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
@@ -54,8 +46,6 @@ from cohort.common.types import Attempt
 _PRESSED = 0.6
 """Share of rows or blocks held by real-time sequences from which on best-effort prompts wait: they would make
 iterations longer, so that more and more real-time sequences overlap."""
-_MADE_UP = 0.5
-"""Share of a TPOT that a sequence wins with a token."""
 _LENT = 8
 """Divisor: at most one of so many shared rows goes to a prompt in an iteration."""
 _FIRST_CHUNK = 128
@@ -66,21 +56,6 @@ _ROW_DECAY = 0.98
 """Weight that an iteration keeps for rows: in most none comes free."""
 _KNOWN_ROWS = 5
 """Rows seen before their pace is known."""
-
-
-def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
-    """Rank sequences in keeping a place in the cache, safest first: real-time before best-effort, a promise that can be
-    kept before a broken one, least slack before most. Slack is what a sequence has won and will still win: one near its
-    end could not make up for a pause, but frees its blocks soon anyway."""
-    best_effort = sequence.request.traffic_class != "rt"
-    to_come = max(0.0, sequence.predicted - sequence.output_tokens)
-    slack_s = due_s(sequence) + _MADE_UP * to_come * tpot_s(sequence)
-    return (best_effort, missed_first(now_s, sequence), slack_s, *by_arrival(sequence))
-
-
-def youngest_rank(now_s: float, sequence: Sequence) -> RankKey:
-    """Rank sequences without SLOs (a setting): the youngest gives way."""
-    return (sequence.request.traffic_class != "rt", *by_arrival(sequence))
 
 
 class CohortBatching(IterationScheduler):
@@ -105,11 +80,15 @@ class CohortBatching(IterationScheduler):
         self._cold_chunk = min(cold_chunk, _FIRST_CHUNK)
         self._times = LearnedTimes()
         self.table = self._times.table
-        self._victims = victim_rank if options.victims == "slack" else youngest_rank
+        self._by_slack = options.victims == "slack"
         self._prompts = PromptQueue(PromptOrder.of(options))
         """Sequences with more than their last token to compute, whether they hold KV or not."""
-        self._running: dict[Attempt, Sequence] = {}
+        self._running = RunningTable()
         """Sequences that hold KV on the device."""
+        self._ranked: Indices = self._running.ranked()
+        """Places of these in the order in which they keep it."""
+        self._started: dict[Sequence, None] = {}
+        """Those of them with a prompt to compute still."""
         self._swapped: set[Attempt] = set()
         self._unasked: list[Sequence] = []
         """Prompts of which the prefix cache was not asked yet."""
@@ -119,7 +98,8 @@ class CohortBatching(IterationScheduler):
         """Share of prompts' time since one has waited too long, less what such prompts took."""
         self._arriving = 0
         self._budget = 0
-        self._aim_s = 0.0
+        self._aim_s, self._bound_s = 0.0, inf
+        """Seconds that the iteration in flight may take, and the strictest TPOT in it."""
         self._late = 0
         self._shared_s = inf
         self._token_pace, self._row_pace = _Pace(_DECAY), _Pace(_ROW_DECAY, _KNOWN_ROWS)
@@ -136,7 +116,9 @@ class CohortBatching(IterationScheduler):
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         if sequence.phase is Phase.RUNNING:
-            self._running[sequence.key] = sequence
+            self._running.add(sequence)
+            if sequence.uncomputed > 1:
+                self._started[sequence] = None
         elif sequence.phase is Phase.SWAPPED:
             self._swapped.add(sequence.key)
         if sequence.phase is not Phase.RUNNING or sequence.uncomputed > 1:
@@ -145,22 +127,24 @@ class CohortBatching(IterationScheduler):
             self._unasked.append(sequence)
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        self._ended += self._running.pop(sequence.key, None) is not None
+        self._ended += self._running.remove(sequence)
+        self._started.pop(sequence, None)
         self._swapped.discard(sequence.key)
         self._prompts.remove(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         self._arriving = news.arriving
         for ran in news.runs:
-            paced = not ran.plan.has_grammars  # what masks take is up to their requests
+            paced, tokens = not ran.plan.has_grammars, _prompt_tokens(ran)  # what masks take is up to their requests
             if self._waits and paced:
-                self._token_pace.note(ran.latency_s, sum(row.count for row in ran.plan.rows if row.count > 1))
+                self._token_pace.note(ran.latency_s, tokens)
             if self._rowless and paced:
                 self._row_pace.note(ran.latency_s, self._ended)
             self._ended = 0
-            self._earn(ran)
-            self._learn(ran, kv)
-            self._computed(now_s, ran.plan)
+            self._earn(ran, tokens)
+            self._learn(ran, tokens, kv)
+        if news.runs:
+            self._computed(now_s)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
@@ -171,25 +155,38 @@ class CohortBatching(IterationScheduler):
         if prompts.first is not None and self._ask(now_s, kv, prompts.first):
             prompts = self._plan_prompts(now_s)
         first = prompts.first
-        builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
+        for sequence in news.revised:
+            self._running.changed(sequence)
+        builder = BatchBuilder(self._limits, kv, partial(self._holders, now_s))
+        decoding = self._running.decoding(self._ranked)
         yielded = first is not None and self._make_way(now_s, builder, kv, first)
-        paused = self._add_decodes(now_s, builder, first)
-        batch = decode_shape(builder.decode_rows)
-        decoding = [row.sequence for row in builder.decode_rows]
-        guessed = any(sequence.request.slo.deadline_s for sequence in decoding)
-        self._are_late = guessed and self._prompts.is_any_late(now_s)
+        if yielded:
+            decoding = self._running.places([s for s in self._running.at(decoding) if not builder.evicted(s)])
+        decoding, paused = self._add_decodes(now_s, builder, decoding, first)
+        batch = BatchShape.of_decodes(len(decoding), self._running.context(decoding))
+        self._are_late = self._running.has_deadlines(decoding) and self._prompts.is_any_late(now_s)
         self._aim_s = min(self._aim(now_s, batch, decoding, first), self._shared_s)
         least = self._mix(now_s, batch, decoding, first)
-        self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
+        shape = self._add_prompts(now_s, builder, batch, kv, least, prompts, yielded=yielded)
         if self._ahead is not None and times is not None:
             self._owed_s -= times.token_s * sum([r.count for r in builder.prompt_rows if r.sequence is self._ahead])
         builder.tokens_left = self._limits.max_tokens - self._budget - len(builder.decode_rows)
-        for sequence in paused:  # into rows that no prompt took
-            builder.continue_row(sequence)
+        left = max(0, min(self._limits.max_rows - builder.rows, builder.tokens_left))
+        if builder.preempted or not builder.continue_all(paused[:left]):  # into rows that no prompt took
+            for sequence in paused:
+                builder.continue_row(sequence)
         plan = builder.finish()
         self._sort_out(now_s, plan)
-        plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
+        if len(builder.decode_rows) > len(decoding):  # paused ones, or prompts with a token left
+            shape = plan_shape(plan)
+        plan.estimated_s = self.table.estimate(shape) or 0.0
         return plan
+
+    def _holders(self, now_s: float) -> list[Sequence]:
+        """Return the sequences that hold KV, those first that keep it longest."""
+        self._running.read(now_s)
+        self._ranked = self._running.ranked(by_slack=self._by_slack)
+        return self._running.at(self._ranked)
 
     def _ask(self, now_s: float, kv: KvAllocator, sequence: Sequence) -> bool:
         """Ask the prefix cache what it would save a prompt that has not started; return whether that has changed."""
@@ -201,10 +198,10 @@ class CohortBatching(IterationScheduler):
         self._prompts.changed(now_s, sequence)
         return True
 
-    def _earn(self, ran: Ran) -> None:
+    def _earn(self, ran: Ran, tokens: int) -> None:
         """Add to what is owed to prompts that have waited too long: a share of the time of prompts, or of all time
-        where none was computed."""
-        times, tokens = self.table.step_times, sum([row.count for row in ran.plan.rows if row.count > 1])
+        where none was computed. `tokens`: of prompts."""
+        times = self.table.step_times
         shared_s = times.token_s * tokens if times is not None and tokens else sum(ran.times_s)
         self._owed_s = min(self._owed_s + self._options.patience_share * shared_s, self._options.longest_step_s)
 
@@ -252,54 +249,57 @@ class CohortBatching(IterationScheduler):
             "lateness_ratio": self._times.lateness.ratio,
         }
 
-    def _learn(self, ran: Ran, kv: KvAllocator) -> None:
+    def _learn(self, ran: Ran, tokens: int, kv: KvAllocator) -> None:
+        """Record an iteration with so many prompt `tokens`."""
         if self._times.learn(ran, kv.geometry) is not None:
-            bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
-            self._late += bound_s is not None and ran.latency_s > bound_s
+            self._late += ran.latency_s > self._bound_s
         if self.table.step_times is None:
-            self._search_chunk(ran)
+            self._search_chunk(ran, tokens)
 
-    def _search_chunk(self, ran: Ran) -> None:
+    def _search_chunk(self, ran: Ran, tokens: int) -> None:
         """Double the prompts' share, while there is no curve, below half the aim; halve it when an iteration exceeds
         that, unless the masks of grammars may be why. They cannot be why one is short: where all answers are bound, the
         share grows still."""
-        prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
-        if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
+        if tokens >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
-        elif prefill and ran.latency_s > self._aim_s and not ran.plan.has_grammars:
-            self._cold_chunk = max(self._least_prefill, prefill // 2)
+        elif tokens and ran.latency_s > self._aim_s and not ran.plan.has_grammars:
+            self._cold_chunk = max(self._least_prefill, tokens // 2)
 
-    def _add_decodes(self, now_s: float, builder: BatchBuilder, first: Sequence | None) -> list[Sequence]:
+    def _add_decodes(
+        self, now_s: float, builder: BatchBuilder, decoding: Indices, first: Sequence | None
+    ) -> tuple[Indices, list[Sequence]]:
         """Give each decode a row; if `first` and others that may start lack one, only those whose next token is due
-        first (`row_sharing`). Return the others, most urgent first."""
-        decoding = [sequence for sequence in builder.holders if sequence.uncomputed == 1]
+        first (`row_sharing`). Return the places of those with a row, and the others, most urgent first."""
+        table = self._running
         started = len(builder.holders) - len(decoding)
         within_s = self._options.longest_step_s
         if first is not None:
             within_s = min(within_s, self._rest_s(now_s, first))
-        decoding = in_turn(decoding, self.table.estimate, within_s)
-        rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
+        if table.most_choices > MANY:
+            decoding = table.places(in_turn(table.at(decoding), self.table.estimate, within_s))
+        rows, waiting = self._limits.max_rows, len(self._prompts)
         self._shared_s, count = inf, len(decoding)
         if count + waiting > rows or count > rows:
-            step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
+            step_s = self.table.estimate(lasting_shape(table, rows)) or 0.0
             more = rows - count
             if first is not None and not self._crowded and self._may_share(now_s, first):
                 more = self._newcomers()
             most = max(started, more, rows - count)
             count = min(count, rows - min(waiting, most, max(1, rows // _LENT)))
             if count < len(decoding):
-                decoding = due_first(now_s, decoding, step_s)
-            if len(running) > rows:
-                self._shared_s = longest_shared_s(running, rows, step_s, self._headroom)
-        for sequence in decoding[:count]:
-            builder.continue_row(sequence)
-        return decoding[count:]
+                decoding = table.due_first(now_s, decoding, step_s)
+            if len(table) > rows:
+                self._shared_s = longest_shared_s(table, rows, step_s, self._headroom)
+        chosen, paused = table.at(decoding[:count]), table.at(decoding[count:])
+        if builder.continue_all(chosen):
+            return decoding[:count], paused
+        return table.places([sequence for sequence in chosen if builder.continue_row(sequence)]), paused
 
     def _newcomers(self) -> int:
         """Return how many sequences can start although rows lack."""
-        running, rows = self._running.values(), self._limits.max_rows
-        step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
-        return admissible_rows(running, rows, step_s, self._headroom)
+        rows = self._limits.max_rows
+        step_s = self.table.estimate(lasting_shape(self._running, rows)) or 0.0
+        return admissible_rows(self._running, rows, step_s, self._headroom)
 
     def _may_share(self, now_s: float, prompt: Sequence) -> bool:
         """Return whether a prompt may start where that leaves fewer rows than sequences: late ones wait for a row."""
@@ -307,41 +307,34 @@ class CohortBatching(IterationScheduler):
             return True
         return is_promised(prompt) and now_s < due_s(prompt)
 
-    def _computed(self, now_s: float, plan: IterationPlan) -> None:
-        """Take the last iteration's progress over into the prompt queue; finished prompts leave it."""
-        for row in plan.rows:
-            sequence = row.sequence
-            if sequence in self._prompts:
-                if sequence.phase is Phase.RUNNING and sequence.uncomputed <= 1:
-                    self._prompts.remove(sequence)
-                else:
-                    self._prompts.changed(now_s, sequence)
+    def _computed(self, now_s: float) -> None:
+        """Take the progress of prompts that have started over into their queue; finished ones leave it."""
+        for sequence in list(self._started):
+            if sequence.uncomputed <= 1:
+                self._prompts.remove(sequence)
+                del self._started[sequence]
+            else:
+                self._prompts.changed(now_s, sequence)
 
-    def _bound_s(self, decoding: Iterable[Sequence]) -> float | None:
-        """Return the strictest TPOT promised to these sequences; None if there is none."""
-        bound_s = strictest_s([(s, tpot_s(s)) for s in decoding if is_promised(s) and tpot_s(s)], late=self._are_late)
-        return bound_s if bound_s < inf else None
-
-    def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> float:
+    def _aim(self, now_s: float, decodes: BatchShape, decoding: Indices, first: Sequence | None) -> float:
         """Return the seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it.
         Sequences that lost their worker wait all at once: until the last goes on, iterations are as long as any may be.
         While decoding requests are on their way here it is half of that, or what leaves prompts a quarter of it:
         between two of their tokens they wait for the rest of one iteration and a whole one (D5)."""
-        bound_s = self._bound_s(decoding)
-        if bound_s is None or (first is not None and is_interrupted(first)):
+        self._bound_s = self._running.strictest_s(decoding, late=self._are_late)
+        if self._bound_s == inf or (first is not None and is_interrupted(first)):
             return self._options.longest_step_s
         headroom, longest_s = self._headroom, self._options.longest_step_s
-        aim_s = min(bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)
+        aim_s = min(self._bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)
+        alone_s = self.table.estimate(decodes) or 0.0
         if self._options.stretched and not self._crowded:
-            stretched = stretched_s(
-                now_s, decoding, self.table.estimate(decodes) or 0.0, headroom=headroom, late=self._are_late
-            )
+            stretched = self._running.stretched_s(now_s, decoding, alone_s, headroom=headroom, late=self._are_late)
             aim_s = min(stretched, longest_s) if stretched < inf else aim_s
         if not self._arriving:
             return aim_s
-        return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
+        return min(aim_s, max(aim_s / 2, alone_s + aim_s / 4))
 
-    def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> int:
+    def _mix(self, now_s: float, decodes: BatchShape, decoding: Indices, first: Sequence | None) -> int:
         """Return the min prompt tokens of this iteration. Where mixing has a price and the size that pays does not fit
         the aim but the longest iteration, prompts get that size as soon as the decodes can spare the time, and nothing
         before."""
@@ -356,7 +349,7 @@ class CohortBatching(IterationScheduler):
         if mixed_s <= self._aim_s or mixed_s > self._options.longest_step_s:
             return least
         alone_s = self.table.estimate(decodes) or 0.0
-        spare = spare_s(now_s, decoding, alone_s, headroom=self._headroom)
+        spare = self._running.spare_s(now_s, decoding, alone_s, headroom=self._headroom)
         self._aim_s = mixed_s if mixed_s * self._times.lateness.ratio <= spare else 0.0
         return 0
 
@@ -367,15 +360,15 @@ class CohortBatching(IterationScheduler):
             return False
         if not is_promised(first) or now_s >= due_s(first):
             return False
-        effort = [s for s in reversed(builder.holders) if s.request.traffic_class != "rt" and not s.pinned]
-        if not effort:
+        if self._running.real_time == len(self._running):
             return False
-        real_time = [s for s in self._running.values() if s.request.traffic_class == "rt"]
-        needed, freed = kv.geometry.blocks_for(first.target), sum(kv.held(s.key) for s in effort)
-        if kv.free_blocks + kv.cached_blocks + freed < needed or not fits(kv, real_time, first, freed_blocks=freed):
+        effort = [s for s in reversed(builder.holders) if s.request.traffic_class != "rt" and not s.pinned]
+        fits = partial(self._running.fits, kv, first, real_time=True)
+        needed, freed = kv.geometry.blocks_for(first.target), sum([kv.held(s.key) for s in effort])
+        if kv.free_blocks + kv.cached_blocks + freed < needed or not fits(freed_blocks=freed):
             return False
         for given, victim in enumerate(effort):
-            enough = kv.free_blocks + kv.cached_blocks >= needed and fits(kv, real_time, first)
+            enough = kv.free_blocks + kv.cached_blocks >= needed and fits()
             if enough and len(self._running) - given < self._limits.max_rows:
                 break
             builder.displace(victim)
@@ -391,23 +384,26 @@ class CohortBatching(IterationScheduler):
         prompts: PromptPlan,
         *,
         yielded: bool,
-    ) -> None:
+    ) -> BatchShape:
         """Add prompts in order while time, tokens and rows last. One that does not fit the cache waits, and those
         behind it too, or large prompts would wait for ever; those that hold blocks go on. For prompts on time only what
-        real-time responses will need counts: best-effort ones give way first. `yielded`: some did."""
+        real-time responses will need counts: best-effort ones give way first. `yielded`: some did. Return the shape of
+        the iteration with them."""
         self._budget, self._waits, self._crowded, skipped = 0, True, False, False
         self._rowless = False
         rest_s = self._aim_s  # for prompts that get no first token now, are not new, or one of many choices
         admits = yielded or not builder.preempted
         tokens_left = builder.tokens_left
         pressed: bool | None = None
-        started = sum(s.phase is Phase.RUNNING and s in self._prompts for s in self._running.values())
+        if builder.preempted:
+            self._running.read(now_s)
+        started = sum([s.phase is Phase.RUNNING for s in self._started])
         for sequence in prompts:
             held = sequence.phase is Phase.RUNNING
             started -= held
             if tokens_left <= 0 or builder.rows >= self._limits.max_rows:
                 self._rowless = tokens_left > 0
-                return
+                return batch
             if sequence.request.traffic_class != "rt" and sequence is not self._ahead:
                 pressed = self._pressed(kv) if pressed is None else pressed
                 if pressed:
@@ -427,8 +423,8 @@ class CohortBatching(IterationScheduler):
             share = partial(self._share, batch, sequence, within_s, least)
             count = share(wanted)
             if count <= 0:
-                return
-            if not held and not fits(kv, self._lasting(now_s, sequence), sequence):
+                return batch
+            if not held and not self._running.fits(kv, sequence, real_time=self._goes_first(now_s, sequence)):
                 admits, skipped, self._crowded = False, True, True
                 continue
             builder.tokens_left = count
@@ -436,29 +432,31 @@ class CohortBatching(IterationScheduler):
                 admits, skipped = admits and held, True
                 continue
             row = builder.last_row
-            self._running[sequence.key] = sequence
+            if not held:
+                self._running.add(sequence)
+                self._started[sequence] = None
             tokens_left -= row.count
             least = max(0, least - row.count)
             self._budget += row.count
             batch = batch.with_prefill(row.start, row.count)
             if row.count < sequence.uncomputed:  # cut: no time is left for another one
-                return
+                return batch
             rest_s = min(rest_s, self._rest_s(now_s, sequence))
         self._waits = skipped
+        return batch
 
     def _pressed(self, kv: KvAllocator) -> bool:
         """Return whether real-time sequences hold most of the rows, or of the blocks."""
         if not self._options.yielding:
             return False
-        real_time = [s for s in self._running.values() if s.request.traffic_class == "rt"]
-        if len(real_time) > _PRESSED * self._limits.max_rows:
+        if self._running.real_time > _PRESSED * self._limits.max_rows:
             return True
-        return sum(kv.held(s.key) for s in real_time) > _PRESSED * kv.total_blocks
+        real_time = [s for s in self._running.sequences if s.request.traffic_class == "rt"]
+        return sum([kv.held(s.key) for s in real_time]) > _PRESSED * kv.total_blocks
 
-    def _lasting(self, now_s: float, newcomer: Sequence) -> list[Sequence]:
-        """Return the sequences whose growth a newcomer must leave blocks for."""
-        on_time = is_promised(newcomer) and now_s < due_s(newcomer) and self._options.yielding
-        return [s for s in self._running.values() if not on_time or s.request.traffic_class == "rt"]
+    def _goes_first(self, now_s: float, newcomer: Sequence) -> bool:
+        """Return whether a newcomer need not leave blocks for the growth of best-effort sequences."""
+        return is_promised(newcomer) and now_s < due_s(newcomer) and self._options.yielding
 
     def _rest_s(self, now_s: float, sequence: Sequence) -> float:
         """Return how long the iteration with this sequence's first token may take for the sake of others: the rest of
@@ -486,14 +484,20 @@ class CohortBatching(IterationScheduler):
         """Move preempted sequences to the prompts: they compute again or wait in host memory. Rows hold blocks."""
         for preempt in plan.preempted:
             sequence = preempt.sequence
-            del self._running[sequence.key]
+            self._running.remove(sequence)
+            self._started.pop(sequence, None)
             if sequence.phase is Phase.SWAPPED:
                 self._swapped.add(sequence.key)
             self._prompts.remove(sequence)
             self._prompts.add(now_s, sequence)
             self._unasked.append(sequence)
-        for row in plan.rows:
-            self._swapped.discard(row.sequence.key)
+        if self._swapped:
+            self._swapped.difference_update([row.sequence.key for row in plan.rows])
+
+
+def _prompt_tokens(ran: Ran) -> int:
+    """Return the tokens of prompts in an iteration: their rows stand before those of one token."""
+    return sum([row.count for row in takewhile(lambda row: row.count > 1, ran.plan.rows)])
 
 
 class _Pace:

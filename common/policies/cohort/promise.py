@@ -63,16 +63,3 @@ def due_s(sequence: Sequence) -> float:
 def is_interrupted(sequence: Sequence) -> bool:
     """Return whether the sequence lost its worker amid its output and has no token of this one yet."""
     return 0 < sequence.request.output_known == sequence.output_tokens
-
-
-def missed_first(now_s: float, sequence: Sequence) -> bool:
-    """Return whether the first token missed its TTFT; with a deadline, whether it would need twice the planned pace."""
-    if not is_promised(sequence):
-        return False
-    if sequence.output_tokens and not sequence.request.slo.ttft_s:
-        to_come = max(0.0, sequence.predicted - sequence.output_tokens)
-        return now_s > due_s(sequence) + 0.5 * to_come * tpot_s(sequence)
-    first_due_s = began_s(sequence) + ttft_s(sequence)
-    if sequence.output_tokens == 0:
-        return now_s > first_due_s
-    return sequence.prefill_done_s is not None and sequence.prefill_done_s > first_due_s

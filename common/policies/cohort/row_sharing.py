@@ -11,13 +11,13 @@ A sequence without a TPOT has a row in every iteration. Where time lacks, rows o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from cohort.common.policies.cohort.promise import is_promised, tpot_s
+from cohort.common.policies.cohort.running_table import RunningTable
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Sequence
 
-_MANY = 8
+MANY = 8
 """Choices of a request up to which each is served as a request of its own."""
 _TURNS = 8
 """Iterations within which each of them has a row, however long others take."""
@@ -25,7 +25,7 @@ _TURNS = 8
 
 def is_one_of_many(sequence: Sequence) -> bool:
     """Return whether it is one of many choices of a request, which wait for plain ones."""
-    return sequence.request.choices > _MANY
+    return sequence.request.choices > MANY
 
 
 def in_turn(decoding: list[Sequence], step_s: Callable[[BatchShape], float | None], within_s: float) -> list[Sequence]:
@@ -50,46 +50,25 @@ def _decodes(decoding: list[Sequence]) -> BatchShape:
     return BatchShape.of_decodes(len(decoding), sum([sequence.known for sequence in decoding]))
 
 
-def lasting_shape(running: Collection[Sequence], rows: int) -> BatchShape:
+def lasting_shape(running: RunningTable, rows: int) -> BatchShape:
     """Return a lasting iteration of `rows` of these at predicted lengths, with prompts alike of as many as end."""
-    prompts = sum([sequence.request.prompt_tokens for sequence in running])
-    responses = sum([max(1.0, sequence.predicted) for sequence in running])
+    prompts, responses = running.lengths()
     count = max(1, len(running))
     tokens = int(rows * prompts / max(1.0, responses))
     pairs = tokens * prompts // (2 * count)
     return BatchShape(tokens, min(tokens, 1), pairs, rows, int(rows * (prompts + responses) / count))
 
 
-def due_first(now_s: float, decoding: Collection[Sequence], step_s: float) -> list[Sequence]:
-    """Sort by when the next token is due: now, if this worker sampled none yet. `step_s`: time of an iteration."""
-
-    def next_s(sequence: Sequence) -> float:
-        last_s = sequence.last_token_s
-        return now_s if last_s is None else last_s + _pace_s(sequence, step_s)
-
-    return sorted(decoding, key=lambda sequence: (next_s(sequence), sequence.key))
-
-
-def longest_shared_s(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> float:
+def longest_shared_s(running: RunningTable, rows: int, step_s: float, headroom: float) -> float:
     """Return the longest iteration of `rows` after which all sequences keep their pace on average."""
-    return rows * (1.0 - headroom) / _tokens_per_s(running, step_s)
+    return rows * (1.0 - headroom) / running.tokens_per_s(step_s)
 
 
-def admissible_rows(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> int:
+def admissible_rows(running: RunningTable, rows: int, step_s: float, headroom: float) -> int:
     """Return how many more sequences like these can decode in iterations of `step_s`, even without a row each."""
     free = max(0, rows - len(running))
-    if not running or step_s <= 0.0:
+    if not len(running) or step_s <= 0.0:
         return free
-    wanted = _tokens_per_s(running, step_s)
+    wanted = running.tokens_per_s(step_s)
     spare = rows * (1.0 - headroom) / step_s - wanted
     return max(free, int(spare * len(running) / wanted))
-
-
-def _pace_s(sequence: Sequence, step_s: float) -> float:
-    """Return the seconds between two tokens of a sequence, at least an iteration."""
-    return max(step_s, tpot_s(sequence)) if is_promised(sequence) else step_s
-
-
-def _tokens_per_s(running: Collection[Sequence], step_s: float) -> float:
-    """Return the token rate that these sequences need together."""
-    return sum([1.0 / max(1e-6, _pace_s(sequence, step_s)) for sequence in running])

@@ -11,8 +11,8 @@ from cohort.common.policies.interface import IterationPlan, Learned, Ran
 from cohort.common.policies.step_times.lateness import Lateness
 from cohort.common.policies.step_times.profile_table import ProfileTable
 from cohort.common.policies.step_times.step_cost import BatchShape
-from cohort.common.sequence import Row
-from cohort.common.types import Attempt, KvGeometry, StepTimes
+from cohort.common.sequence import Row, Sequence
+from cohort.common.types import KvGeometry, StepTimes
 
 _PERCENTILE = 0.99
 """Percentile of the bound, P99 (§3.1)."""
@@ -30,7 +30,7 @@ class LearnedTimes(Learned):
     def __init__(self) -> None:
         self.table = ProfileTable()
         self.lateness = Lateness(_PERCENTILE)
-        self._observed: frozenset[Attempt] = frozenset()
+        self._observed: frozenset[Sequence] = frozenset()
         """Sequences of the last iteration recorded, if all its rows decoded."""
 
     def learn(self, ran: Ran, geometry: KvGeometry) -> BatchShape | None:
@@ -43,7 +43,7 @@ class LearnedTimes(Learned):
         request)."""
         if plan.drafted or plan.has_grammars:  # drafts are priced by `common/policies/speculation.py`
             return None
-        copies, rows = plan.copies, frozenset[Attempt]()
+        copies, rows = plan.copies, frozenset[Sequence]()
         if copies:
             if any(copy.concurrent for copy in copies):
                 return None
@@ -51,7 +51,7 @@ class LearnedTimes(Learned):
             self.table.record(shape, latency_s)
             return shape
         if all([row.count == 1 for row in plan.rows]):
-            rows = frozenset([row.sequence.key for row in plan.rows])
+            rows = frozenset([row.sequence for row in plan.rows])
             if rows == self._observed or not rows:
                 return None
         self._observed = rows
@@ -63,7 +63,7 @@ class LearnedTimes(Learned):
 
     def knows(self, plan: IterationPlan) -> bool:
         """Return whether running these decode rows once more would teach nothing."""
-        return frozenset(row.sequence.key for row in plan.rows) == self._observed
+        return frozenset([row.sequence for row in plan.rows]) == self._observed
 
     def step_times(self) -> StepTimes | None:
         return self.table.step_times
@@ -90,9 +90,8 @@ class LearnedTimes(Learned):
 def plan_shape(plan: IterationPlan, geometry: KvGeometry | None = None) -> BatchShape:
     """Return a plan's shape; with its copies if `geometry` is given."""
     batch = decode_shape([row for row in plan.rows if row.count == 1])
-    for row in plan.rows:
-        if row.count > 1:
-            batch = batch.with_prefill(row.start, row.count)
+    for row in [row for row in plan.rows if row.count > 1]:
+        batch = batch.with_prefill(row.start, row.count)
     if not plan.copies or geometry is None:
         return batch
     positions = {"block": geometry.block_size, "slot": 1}
@@ -101,4 +100,4 @@ def plan_shape(plan: IterationPlan, geometry: KvGeometry | None = None) -> Batch
 
 
 def decode_shape(rows: list[Row]) -> BatchShape:
-    return BatchShape.of_decodes(len(rows), sum(row.start + 1 for row in rows))
+    return BatchShape.of_decodes(len(rows), sum([row.start for row in rows]) + len(rows))

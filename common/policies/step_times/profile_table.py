@@ -106,6 +106,8 @@ class ProfileTable:
 
     def __init__(self) -> None:
         self._cells: dict[CellKey, _Cell] = {}
+        self._deviations: dict[CellKey, float] = {}
+        """Logarithms of cells over the curve, as far as they were asked for since the cell or the curve changed."""
         self.step_times: StepTimes | None = None
         """Fitted curve; None until enough was measured."""
         self._seen = 0
@@ -146,10 +148,13 @@ class ProfileTable:
         if times is None:
             return None
         curve_s = step_seconds(times, shape)
-        cell = self._cells.get(cell_key(shape))
+        key = cell_key(shape)
+        cell = self._cells.get(key)
         if cell is None or curve_s == 0.0:
             return curve_s
-        deviation = cell.log_s - math.log(step_seconds(times, cell.shape))
+        deviation = self._deviations.get(key)
+        if deviation is None:
+            deviation = self._deviations[key] = cell.log_s - math.log(step_seconds(times, cell.shape))
         return curve_s * math.exp(deviation * cell.count / (cell.count + _HALF_CONFIDENCE))
 
     def prefill_budget(self, base: BatchShape, start: int, most: int, within_s: float) -> int:
@@ -195,6 +200,7 @@ class ProfileTable:
 
     def _put(self, shape: BatchShape, seconds: float) -> None:
         key, log_s = cell_key(shape), math.log(seconds)
+        self._deviations.pop(key, None)
         cell = self._cells.get(key)
         if cell is None:
             self._cells[key] = _Cell(
@@ -224,6 +230,7 @@ class ProfileTable:
     def _fit(self) -> None:
         if not self.suffices:
             return
+        self._deviations.clear()
         cells = list(self._cells.values())
         self.step_times = fit_step_times(
             [cell.shape for cell in cells],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.cohort.cohort_batching import CohortBatching, victim_rank
+from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import plan_shape
@@ -19,6 +19,7 @@ from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Slo, StepTimes, TrafficClass
 from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, ran, rows, run, step
+from tests.common.policies.cohort.one_by_one import table
 from tests.common.policies.cohort.promised import promised
 from tests.common.policies.step_times.test_step_times import random_batch
 
@@ -158,8 +159,8 @@ def test_victims_best_effort_then_broken_promises_then_most_slack() -> None:
     tight, slack = promised("tight", 9, arrived_s=9.5), promised("slack", 9, arrived_s=9.5, ttft_s=5.0)
     broken = promised("broken", 9, arrived_s=5.0)
     effort = promised("effort", 9, arrived_s=0.0, ttft_s=0.0, traffic_class="be")
-    ranked = sorted([effort, broken, slack, tight], key=lambda s: victim_rank(now_s, s))
-    assert [s.request_id for s in ranked] == ["tight", "slack", "broken", "effort"]
+    running = table([effort, broken, slack, tight], now_s)
+    assert running.at(running.ranked()) == [tight, slack, broken, effort]
 
 
 def test_a_sequence_near_its_end_is_safer_than_one_that_has_time_to_make_up_for_a_pause() -> None:
@@ -167,7 +168,9 @@ def test_a_sequence_near_its_end_is_safer_than_one_that_has_time_to_make_up_for_
     for each, output in ((old, 95), (young, 1)):
         each.tokens += [1] * output
         each.predicted = 100.0
-    assert sorted([young, old], key=lambda s: victim_rank(10.0, s)) == [old, young], "though it has won more so far"
+    running = table([young, old], 10.0)
+    assert running.at(running.ranked()) == [old, young], "though it has won more so far"
+    assert running.at(running.ranked(by_slack=False)) == [old, young], "the youngest gives way"
 
 
 def test_the_one_with_most_slack_gives_way_and_comes_back() -> None:
@@ -516,7 +519,7 @@ def test_every_request_ends_in_any_cache_that_holds_the_largest(
             leave(policy, kv, ended)
     assert not live and not coming
     assert kv.free_blocks == blocks
-    assert len(policy._prompts) == 0 and not policy._running and not policy._swapped
+    assert len(policy._prompts) == 0 and not len(policy._running) and not policy._swapped
 
 
 @pytest.mark.parametrize(("traffic_class", "priority"), [("rt", 0), ("rt", 5), ("be", 0)])

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
-from cohort.common.policies.cohort.mixing import best_chunk, spare_s, stretched_s, strictest_s
+from cohort.common.policies.cohort.mixing import best_chunk
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
 from cohort.common.types import Slo
 from tests.common.policies.baselines.drive import cache, decide, names, step
+from tests.common.policies.cohort.one_by_one import table
 from tests.common.policies.cohort.promised import promised
 from tests.common.policies.cohort.test_cohort_batching import decoding, scheduler
 from tests.common.policies.step_times.test_step_times import GPU, random_batch
@@ -55,6 +56,11 @@ def row(name: str, *, tokens: int, first_s: float | None, tpot_s: float = 0.03, 
     return made
 
 
+def spare_s(now_s: float, rows: list[Sequence], decodes_s: float, *, headroom: float) -> float:
+    running = table(rows, now_s)
+    return running.spare_s(now_s, running.ranked(), decodes_s, headroom=headroom)
+
+
 def test_what_a_request_can_spare_is_what_its_tokens_came_early() -> None:
     # The first at 0.5 s, ten more until 0.75 s where 0.8 s would have done.
     early = row("early", tokens=11, first_s=0.5)
@@ -80,7 +86,8 @@ def test_promises_that_are_lost_or_were_never_given_have_no_say() -> None:
 
 def test_an_iteration_stretches_by_a_tenth_of_a_tpot_and_shrinks_by_a_half_at_most() -> None:
     def stretched(now_s: float, *rows: Sequence, headroom: float = 0.0) -> float:
-        return stretched_s(now_s, rows, 0.01, headroom=headroom)
+        running = table(rows, now_s)
+        return running.stretched_s(now_s, running.ranked(), 0.01, headroom=headroom)
 
     early, behind = row("early", tokens=11, first_s=0.5), row("behind", tokens=11, first_s=0.44)
     assert stretched(0.75, early) == pytest.approx(1.1 * 0.03)
@@ -97,11 +104,17 @@ def test_a_quarter_of_what_is_guessed_from_lengths_may_fall_behind_unless_prompt
     guessed = []
     for number in range(1, 10):
         made = promised(f"g{number}", 8)
-        made.request = msgspec.structs.replace(made.request, slo=Slo(deadline_s=9.0))
-        guessed.append((made, 0.01 * number))
+        made.request = msgspec.structs.replace(made.request, slo=Slo(ttft_s=1.0, deadline_s=1.0 + number))
+        made.predicted = 100.0
+        guessed.append(made)
+
+    def strictest_s(rows: list[Sequence], *, late: bool) -> float:
+        running = table(rows)
+        return running.strictest_s(running.ranked(), late=late)
+
     assert strictest_s(guessed, late=False) == 0.03
     assert strictest_s(guessed, late=True) == 0.01
-    named = (promised("named", 8), 0.02)
+    named = promised("named", 8, tpot_s=0.02)
     assert strictest_s([*guessed, named], late=False) == 0.02, "a named TPOT is no guess"
     assert strictest_s([*guessed, named], late=True) == 0.01
     assert strictest_s([], late=False) == inf

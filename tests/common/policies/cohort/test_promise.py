@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first, targets, tpot_s, ttft_s
+from cohort.common.policies.cohort.promise import due_s, is_promised, targets, tpot_s, ttft_s
 from cohort.common.sequence import Sequence
 from cohort.common.types import Slo
+from tests.common.policies.cohort.one_by_one import missed_first
 from tests.common.policies.cohort.promised import promised
 
 

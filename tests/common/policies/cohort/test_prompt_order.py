@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.cohort import prompt_order
 from cohort.common.policies.cohort.feasible_set import Job, most_in_time
-from cohort.common.policies.cohort.promise import due_s, is_promised, missed_first
+from cohort.common.policies.cohort.promise import due_s, is_promised
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.sequence import Sequence
+from tests.common.policies.cohort.one_by_one import missed_first
 from tests.common.policies.cohort.promised import promised
 
 TOKEN_S = 0.001

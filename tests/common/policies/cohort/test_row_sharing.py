@@ -5,15 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.cohort.row_sharing import (
-    admissible_rows,
-    due_first,
-    in_turn,
-    lasting_shape,
-    longest_shared_s,
-)
+from cohort.common.policies.cohort.row_sharing import admissible_rows, in_turn, lasting_shape, longest_shared_s
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Sequence
+from tests.common.policies.cohort.one_by_one import table
 from tests.common.policies.cohort.promised import promised
 
 STEP_S = 0.04
@@ -25,32 +20,32 @@ def decoding(*tpots_s: float) -> list[Sequence]:
 
 
 def test_twice_as_many_sequences_as_rows_where_an_iteration_takes_half_a_tpot() -> None:
-    assert admissible_rows(decoding(*[0.08] * 10), 10, STEP_S, 0.0) == 10
-    assert admissible_rows(decoding(*[0.08] * 20), 10, STEP_S, 0.0) == 0
-    assert admissible_rows(decoding(*[0.08] * 10), 10, STEP_S, 0.1) == 8, "headroom stays"
+    assert admissible_rows(table(decoding(*[0.08] * 10)), 10, STEP_S, 0.0) == 10
+    assert admissible_rows(table(decoding(*[0.08] * 20)), 10, STEP_S, 0.0) == 0
+    assert admissible_rows(table(decoding(*[0.08] * 10)), 10, STEP_S, 0.1) == 8, "headroom stays"
 
 
 def test_a_sequence_without_a_tpot_keeps_its_row() -> None:
-    assert admissible_rows(decoding(*[0.0] * 10), 10, STEP_S, 0.0) == 0
+    assert admissible_rows(table(decoding(*[0.0] * 10)), 10, STEP_S, 0.0) == 0
     effort = [promised(f"e{index}", 4, traffic_class="be") for index in range(10)]
-    assert admissible_rows(effort, 10, STEP_S, 0.0) == 0
-    assert admissible_rows(decoding(0.0), 10, STEP_S, 0.5) == 9, "rows that are free are free"
-    assert admissible_rows([], 10, STEP_S, 0.5) == admissible_rows([], 10, 0.0, 0.5) == 10
+    assert admissible_rows(table(effort), 10, STEP_S, 0.0) == 0
+    assert admissible_rows(table(decoding(0.0)), 10, STEP_S, 0.5) == 9, "rows that are free are free"
+    assert admissible_rows(table([]), 10, STEP_S, 0.5) == admissible_rows(table([]), 10, 0.0, 0.5) == 10
 
 
 def test_an_iteration_is_as_long_as_all_of_them_can_bear() -> None:
-    assert round(longest_shared_s(decoding(*[0.08] * 20), 10, STEP_S, 0.0), 6) == 0.04
-    assert round(longest_shared_s(decoding(*[0.08] * 20, 0.0), 10, STEP_S, 0.0), 6) == round(10 / (250 + 25), 6)
+    assert round(longest_shared_s(table(decoding(*[0.08] * 20)), 10, STEP_S, 0.0), 6) == 0.04
+    assert round(longest_shared_s(table(decoding(*[0.08] * 20, 0.0)), 10, STEP_S, 0.0), 6) == round(10 / (250 + 25), 6)
 
 
 def test_an_iteration_that_goes_on_holds_long_contexts_and_the_prompts_of_those_that_follow() -> None:
     running = decoding(0.1, 0.1)
     for each, predicted in zip(running, (10.0, 6.0), strict=True):
         each.predicted = predicted
-    shape = lasting_shape(running, 40)
+    shape = lasting_shape(table(running), 40)
     assert (shape.decodes, shape.decode_context) == (40, 40 * 12), "prompts of 4, responses of 8"
     assert shape.prefill_tokens == 20, "one of forty ends in every fifth of an iteration"
-    assert lasting_shape([], 40).prefill_tokens == 0
+    assert lasting_shape(table([]), 40).prefill_tokens == 0
 
 
 def at_10_ms(shape: BatchShape) -> float:
@@ -92,13 +87,14 @@ def test_every_one_that_is_let_in_keeps_its_tpot(tpots_s: list[float], rows: int
     running: list[Sequence] = []
     for index, tpot_s in enumerate(tpots_s):
         each = promised(f"r{index}", 4, tpot_s=max(tpot_s, STEP_S) if tpot_s else 0.0)
-        if admissible_rows([*running, each], rows, STEP_S, HEADROOM) or len(running) < rows:
+        if admissible_rows(table([*running, each]), rows, STEP_S, HEADROOM) or len(running) < rows:
             running.append(each)
     tokens = dict.fromkeys((each.key for each in running), 0)
     steps = 150
     for step in range(steps):
         now_s = step * STEP_S
-        for each in due_first(now_s, running, STEP_S)[:rows]:
+        at = table(running, now_s)
+        for each in at.at(at.due_first(now_s, at.ranked(), STEP_S))[:rows]:
             gap_s = now_s + STEP_S - (each.last_token_s if each.last_token_s is not None else 0.0)
             assert gap_s <= max(STEP_S, each.request.slo.tpot_s) + STEP_S + 1e-9 or tokens[each.key] == 0
             each.last_token_s = now_s + STEP_S

@@ -71,7 +71,9 @@ class Cell(msgspec.Struct, frozen=True):
 
 class CellResult(msgspec.Struct, frozen=True):
     """`kept`: the number of the requests `sent` that kept their whole SLO. Times are virtual, or a live run's; None
-    where nothing was served. `numbers`: columns of the run by title."""
+    where nothing was served. `numbers`: columns of the run by title. Of simulations: `at_most`, how many any scheduler
+    could have kept, None where that is unknown; `longest_wait_s`, for a first token, a refusal or the run's end;
+    `groups`, by question and group the requests kept and sent."""
 
     digest: str
     workload: str
@@ -84,6 +86,9 @@ class CellResult(msgspec.Struct, frozen=True):
     kept_tokens_per_s: float
     longest_ttft_s: float | None
     numbers: dict[str, float] = {}
+    at_most: float | None = None
+    longest_wait_s: float | None = None
+    groups: dict[str, dict[str, list[int]]] = {}
 
     @property
     def share(self) -> float:

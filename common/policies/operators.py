@@ -102,6 +102,22 @@ class Operators(_Part, frozen=True):
         )
         return Operators(self.matrices, between, prompts, decodes, exchange)  # type: ignore[arg-type]
 
+    def best(self, *, by_size: bool) -> Operators:
+        """Return what nothing is faster than: no floors, and the best efficiency at any number of tokens, of matrices
+        of each size or (not `by_size`) of all."""
+        rows = self.matrices.efficiency
+        columns = [max(column) for column in zip(*rows, strict=True)]
+        attained = tuple(columns if by_size else [max(columns)] * len(columns))
+        pairs = max(self.prompts.own, self.prompts.context)
+        slopes = [(devices, min(seconds / size for size, seconds in curve)) for devices, curve in self.exchange]
+        return Operators(
+            Matrices(self.matrices.tokens, self.matrices.weight_bytes, (attained,) * len(rows)),
+            Between(0.0, self.between.efficiency),
+            Prompts(0.0, 0.0, pairs, pairs),
+            Decodes(0.0, self.decodes.efficiency),
+            tuple((devices, ((1.0, slope), (2.0, 2.0 * slope))) for devices, slope in slopes),
+        )
+
 
 class OperatorTimes:
     """Seconds of a model's operators on each of `devices` devices that compute it together."""

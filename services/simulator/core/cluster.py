@@ -106,7 +106,10 @@ class SimCluster:
         }
         if len(named) > cluster.instances or (len(named) < cluster.instances and not grows):
             raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
-        shared = _prompts_are_shared(config, workload)
+        self.longest = longest
+        """Positions that a sequence can have."""
+        self.closed_loops = workload.closed_loop
+        self.shares_prompts = shared = _prompts_are_shared(config, workload)
         uses_draft_model = config.speculation.mode == "model"
         deployment = Deployment(
             config=config,

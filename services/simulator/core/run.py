@@ -15,6 +15,7 @@ from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
 from cohort.common.workloads.items import Workload
 from cohort.services.simulator.core.cluster import SimCluster
+from cohort.services.simulator.core.kept import Waits, at_most
 from cohort.services.simulator.core.report import SimReport, make_report
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
@@ -48,7 +49,12 @@ def measure(cell: Cell) -> CellResult:
     workload = traffic_of(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
     cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
     model, config = load_model(cell.model), configuration_of(cell)
-    report = simulate(config, cluster, model, workload, options, dict(cell.compared.instances) or None)
+    sim = SimCluster(config, cluster, model, workload, options, dict(cell.compared.instances) or None)
+    waits = Waits(sim, lambda item: cell.traffic.judged in ("all", item.traffic_class))
+    most = at_most(sim, workload, waits.judges)
+    sim.run()
+    waits.close()
+    report = make_report(sim, workload.name, workload.facts)
     judged = report.overall if cell.traffic.judged == "all" else report.by_class[cell.traffic.judged]
     slo = judged.slo
     return CellResult(
@@ -63,4 +69,7 @@ def measure(cell: Cell) -> CellResult:
         kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
         longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
         numbers=columns_of(msgspec.to_builtins(judged)),
+        at_most=None if most is None else most[1].most,
+        longest_wait_s=waits.longest_s,
+        groups=waits.groups(),
     )

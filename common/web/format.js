@@ -8,7 +8,7 @@ export const count = value => !known(value) ? "–"
   : Number.isInteger(value) ? String(value) : digits(value, 2);
 
 export const rate = value => !known(value) ? "–" : value >= 1e4 ? count(value) : value >= 99.5 ? value.toFixed(0)
-  : value === 0 ? "0" : digits(value, 1);
+  : value === 0 ? "0" : digits(value, value < 1 ? 2 : 1);
 
 export const duration = value => !known(value) ? "–" : value < 60 ? value.toFixed(0) + " s"
   : value < 3600 ? (value / 60).toFixed(0) + " min" : value < 172800 ? (value / 3600).toFixed(1) + " h"

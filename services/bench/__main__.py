@@ -86,7 +86,7 @@ def _named(words: Sequence[str]) -> str:
         return HTTP
     if first not in COMMANDS:
         near = did_you_mean(first, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        raise CohortError(f"{first}: no such measurement{near}")
+        raise CohortError(f"cohort bench {first}: no such measurement{near}")
     return first
 
 

@@ -26,5 +26,5 @@ export function drawTiles(parent, state) {
     tile("Failed", count(figures.failed), "", refused.length
       ? "refused: " + refused.map(([reason, n]) => `${count(n)} ${reason.replaceAll("_", " ")}`).join(", ") : "none refused",
     figures.failed ? "bad" : ""));
-  return `Figures of the last ${plural(Math.round(figures.seconds), "second")}`;
+  return `Last ${plural(Math.round(figures.seconds), "second")}`;
 }

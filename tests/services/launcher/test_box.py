@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     shard(folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("BF16", [8_030_261_248])})
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 

@@ -27,8 +27,6 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 PROMPT = "One fox ran over the hill. Two foxes ran over the hill. Three foxes ran over the hill. Four foxes ran"
 """Goes on as it began, so that prompt lookup finds what comes."""
-ASKED = REQUESTS if nightly() else {name: REQUESTS[name] for name in ("greedy, log-probabilities", "grammar, sampled")}
-"""By default what is scored, drawn and forced; a worker alone is asked for more in `common/engine/worker`."""
 
 
 def _post(pipeline: Pipeline, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,7 +51,7 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
             name: _post(
                 pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 16, "ignore_eos": True, **asked}
             )
-            for name, asked in ASKED.items()
+            for name, asked in REQUESTS.items()
         }
         worker = list(pipeline.config.instance_roles)[-1]
         if mode != "off":

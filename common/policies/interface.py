@@ -500,8 +500,9 @@ class IterationScheduler(ABC):
         of each prompt that goes on the chunk that `chunks_ahead` gave. The order of rows is free. The iteration in
         flight has rows of `leaving` sequences more, which end with it and are still to be removed; its time is not
         known yet. `undecided`: iterations begun since the last decision beside the one that it chose; their times come
-        with the next `News.ran`. Blocks are not asked for here: see `KvAllocator.extend_ahead`. Live hosts ask at any
-        moment while an iteration runs, sequences may have come since the last decision, and begin `plan` behind it."""
+        with the next `News.ran`. While prompts wait a scheduler may promise what it decides now instead. Blocks are not
+        asked for here: see `KvAllocator.extend_ahead`. Live hosts ask at any moment while an iteration runs, sequences
+        may have come since the last decision, and begin `plan` behind it."""
         return False
 
     @property

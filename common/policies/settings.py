@@ -88,6 +88,8 @@ class EcoServeSettings(policies.EcoServeConfig, frozen=True):
 
 class EngineSettings(Section, frozen=True):
     plan_ahead: bool = True  # a decode step is planned and begun behind the one that runs, where its rows are certain
+    decision_s: NotNegativeReal = 0.0  # simulated: what an iteration waits for its decision, unless it was run ahead,
+    decision_row_s: NotNegativeReal = 0.0  # and for each of its rows; measured by `cohort bench decisions iteration`
 
 
 class TransferSettings(Section, frozen=True):

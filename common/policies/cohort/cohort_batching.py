@@ -18,6 +18,7 @@ So a request delays the tokens of others by `longest_step_s` at most, however mu
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -40,7 +41,7 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 _PRESSED = 0.6
@@ -50,6 +51,10 @@ _LENT = 8
 """Divisor: at most one of so many shared rows goes to a prompt in an iteration."""
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of an unknown machine: a tenth of a second on two cores."""
+_SPARE = 0.04
+"""Share of an iteration's aim left free where it is planned while the one before runs."""
+_UNDECIDED = 8
+"""Iterations with prompts, or beside prompts that wait for blocks, between two decisions at most."""
 _DECAY = 0.9
 """Weight that an iteration keeps after each later one."""
 _ROW_DECAY = 0.98
@@ -96,7 +101,9 @@ class CohortBatching(IterationScheduler):
         """Prompt that has waited longest, and goes before all others in this iteration."""
         self._owed_s = 0.0
         """Share of prompts' time since one has waited too long, less what such prompts took."""
-        self._arriving = 0
+        self._arriving, self._decided_s = 0, 0.0
+        self._came = False
+        """Flag: a sequence has come since the last decision."""
         self._budget = 0
         self._aim_s, self._bound_s = 0.0, inf
         """Seconds that the iteration in flight may take, and the strictest TPOT in it."""
@@ -125,6 +132,7 @@ class CohortBatching(IterationScheduler):
             self._prompts.add(now_s, sequence)
         if sequence.phase is Phase.WAITING:
             self._unasked.append(sequence)
+        self._came = True
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         self._ended += self._running.remove(sequence)
@@ -133,7 +141,7 @@ class CohortBatching(IterationScheduler):
         self._prompts.remove(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        self._arriving = news.arriving
+        self._arriving, self._decided_s, self._came = news.arriving, now_s, False
         for ran in news.runs:
             paced, tokens = not ran.plan.has_grammars, _prompt_tokens(ran)  # what masks take is up to their requests
             if self._waits and paced:
@@ -212,6 +220,9 @@ class CohortBatching(IterationScheduler):
         self._ahead = waiting if self._owed_s >= 0.0 else None
         if self._crowded:
             return self._prompts.in_rank_order(self._ahead)
+        return self._plan_order(now_s)
+
+    def _plan_order(self, now_s: float) -> PromptPlan:
         row_s = self._row_pace.each_s if self._rowless else 0.0
         return self._prompts.plan(now_s, self._token_pace.each_s, row_s, ahead=self._ahead)
 
@@ -219,17 +230,40 @@ class CohortBatching(IterationScheduler):
         """Return `UNTIL_CHANGED` if all sequences decode, no prompt waits and the composition is in the table."""
         if plan.preempted or plan.copies or self._arriving or any(row.count != 1 for row in plan.rows):
             return 0
-        return UNTIL_CHANGED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
+        return UNTIL_CHANGED if self._times.knows(plan) and self.continues(plan, kv, 0, _UNDECIDED) else 0
+
+    def chunks_ahead(self, prompts: Seq[Row], single: int) -> Seq[int] | None:
+        """Size the next chunk of a prompt that goes on, if it is the next as of the last decision: by that decision's
+        aim and the strictest TPOT, with `_SPARE` of it to spare, as the times that it follows from lie an iteration
+        back. With a price for mixing, or where it is another one's turn, `decide` does."""
+        row, times = prompts[0], self.table.step_times
+        if len(prompts) > 1 or times is None or times.mixed_share >= FREE or self._ahead is not None:
+            return None
+        if row.sequence.request.traffic_class != "rt" and self._running.real_time:
+            return None
+        order = self._plan_order(self._decided_s)
+        if next((s for s in order if s is row.sequence or s not in self._started), None) is not row.sequence:
+            return None
+        within_s = min(self._aim_s, self._bound_s / self._times.lateness.ratio) * (1.0 - _SPARE)
+        batch = BatchShape.of_decodes(single, self._running.known - row.sequence.known + single)
+        count = self._fitting(batch, row.sequence, min(row.count, self._limits.max_tokens - single), within_s)
+        return [count] if count >= self._least_prefill or count == row.count else None
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Return whether `plan` could go on. A composition of rows that is new to the table is recorded by `decide`."""
+        """Return whether `plan` could go on. A composition of rows that is new to the table is recorded by `decide`.
+        Prompts that wait behind one that goes on get nothing while it does not end; those for which blocks lack wait
+        until a sequence ends, or for the next decision."""
         rows = len(plan.rows)
         if rows + leaving != len(self._running):
             return False
         waiting = len(self._prompts)
         if waiting:  # those that end with the iteration in flight are decode rows by then
-            waiting -= sum([row.sequence in self._prompts for row in plan.rows])
+            waiting -= sum([row.sequence in self._started for row in plan.rows])
         if not waiting:
+            return True
+        if undecided < _UNDECIDED and (first := plan.rows[0]).count > 1:
+            return first.start + first.count < first.sequence.target
+        if undecided < _UNDECIDED and self._crowded and not leaving and not self._came:
             return True
         return not leaving and rows >= min(self._limits.max_rows, self._limits.max_tokens) and not self._newcomers()
 

@@ -170,6 +170,11 @@ class RunningTable:
         """Positions of each to compute with the tokens known now."""
         return np.minimum(self._get(_Of.KNOWN), self._get(_Of.END))
 
+    @property
+    def known(self) -> int:
+        """Known tokens of all, as of the last decision."""
+        return int(self._get(_Of.KNOWN).sum())
+
     def context(self, chosen: Indices) -> int:
         """Return the positions that decode rows of these attend to."""
         return int(self._get(_Of.COMPUTED)[chosen].sum()) + len(chosen)
@@ -206,8 +211,8 @@ class RunningTable:
         last_s = np.array([self.sequences[at].last_token_s for at in by_key.tolist()], np.float64)
         # A time that is None has become not a number.
         next_s = np.where(np.isnan(last_s), now_s, last_s + self._paces_s(step_s)[by_key])
-        order: Indices = np.argsort(next_s, kind="stable")
-        return by_key[order]
+        first: Indices = by_key[np.argsort(next_s, kind="stable")]
+        return first
 
     # Promises
 

@@ -84,8 +84,10 @@ class _Spent:
 class _Cluster:
     """A manager and its workers, of which it is known what they hold and nothing else."""
 
-    def __init__(self, preset: str, workers: int, seed: int, held: int = 0) -> None:
-        """`held`: requests that are on the workers already, as when a manager was started again."""
+    def __init__(self, preset: str, workers: int, seed: int, held: int = 0, prompt: int = 0) -> None:
+        """`held`: requests that are on the workers already, as when a manager was started again. `prompt`: tokens of
+        each that comes; 0 = some hundreds."""
+        self._prompt = prompt
         config = load_config(preset=preset)
         self._random = random.Random(seed)
         self.machine = ManagerMachine(
@@ -143,7 +145,7 @@ class _Cluster:
     def submission(self, now_s: float) -> Received:
         self._serial += 1
         draw = self._random
-        prompt, output = draw.randint(16, 800), float(draw.randint(1, 500))
+        prompt, output = self._prompt or draw.randint(16, 800), float(draw.randint(1, 500))
         tokens = [self._serial] * prompt  # no two share a prefix
         prediction = Prediction(output, output, output, output)
         request = made_request(f"r{self._serial}", tokens, 1000, now_s, prediction=prediction)
@@ -194,9 +196,11 @@ class _Cluster:
         return WorkerReport(name, 1, number, stats, new, since=number - 1, gone=ended)
 
 
-def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: float, seed: int = 0) -> Cost:
+def measure(
+    preset: str, workers: int, waiting: int, *, rate: float, seconds: float, prompt: int = 0, seed: int = 0
+) -> Cost:
     first = min(waiting, _FIRST)
-    cluster = _Cluster(preset, workers, seed, waiting - first)
+    cluster = _Cluster(preset, workers, seed, waiting - first, prompt)
     names = list(cluster.held)
     now_s = 1.0
     for number in range(first):
@@ -240,13 +244,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", nargs="*", type=int, default=[8, 64, 1000])
     parser.add_argument("--waiting", nargs="*", type=int, default=[10, 1000, 100_000], help="on all workers together")
     parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
+    parser.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help="of each (default: 16 to 800)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of virtual time, for each point")
     parser.add_argument("--within", type=float, default=0.0, metavar="FACTOR", help="largest median / smallest at most")
 
 
 def execute(options: argparse.Namespace) -> int:
     costs = [
-        measure(options.preset, workers, waiting, rate=options.rate, seconds=options.seconds)
+        measure(
+            options.preset, workers, waiting, rate=options.rate, seconds=options.seconds, prompt=options.prompt_tokens
+        )
         for workers in options.workers
         for waiting in options.waiting
     ]

@@ -128,7 +128,9 @@ class CostEngine:
         self._shares = cluster.shares
         self._jump = options.jump and not self._shares
         self._blocking_transfers = options.blocking_transfers
-        self._plans_ahead = settings_of(config, EngineSettings).plan_ahead and self._shares
+        settings = settings_of(config, EngineSettings)
+        self._plans_ahead = settings.plan_ahead and self._shares
+        self._decision_s, self._decision_row_s = settings.decision_s, settings.decision_row_s
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.active_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * (shape.pair_dim or shape.head_dim)
@@ -140,10 +142,11 @@ class CostEngine:
         if step.ahead:
             worker.queued_step = step
         else:
-            self._begin(worker, step.plan)
+            self._begin(worker, step.plan, self._decision_s + self._decision_row_s * len(step.plan.rows))
 
-    def _begin(self, worker: SimWorker, plan: IterationPlan) -> None:
-        now_s = self._events.now_s
+    def _begin(self, worker: SimWorker, plan: IterationPlan, decision_s: float = 0.0) -> None:
+        """Compute a step, `decision_s` from now on."""
+        now_s = self._events.now_s + decision_s
         stages, proposed = not self._cluster.of(worker.number).cpu, self._clients.proposed
         cost = plan_cost(plan, self._geometry, device_stages=stages, proposed=proposed)
         model = self._costs[worker.number]

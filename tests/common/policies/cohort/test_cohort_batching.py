@@ -12,11 +12,12 @@ from msgspec import structs
 
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import step_seconds
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Slo, StepTimes, TrafficClass
 from tests.common.policies.baselines.drive import BLOCK, cache, decide, leave, names, ran, rows, run, step
 from tests.common.policies.cohort.one_by_one import table
@@ -582,3 +583,38 @@ def test_a_prompt_is_asked_again_when_it_is_next() -> None:
     assert same.to_compute == 400
     decide(policy, kv, 0.1)
     assert same.computed == 396
+
+
+def test_the_next_chunk_is_promised_with_time_to_spare() -> None:
+    policy, kv = scheduler(tokens=2000), cache(4000)
+    decoding(policy, kv, promised("d", 40, tpot_s=0.03))
+    long = promised("long", 900, ttft_s=9.0)
+    policy.add(0.0, long)
+    policy.add(0.0, promised("longer", 950, ttft_s=9.0))
+    plan = decide(policy, kv, 0.0)
+    (name, start, first), decode = rows(plan)
+    assert (name, start, decode) == ("long", 0, ("d", 40, 1))
+    following = [Row(long, first, 900 - first)]
+    counts = policy.chunks_ahead(following, 1)
+    assert counts is not None and 0.8 * first < counts[0] < first
+    ahead = IterationPlan([Row(long, first, counts[0]), Row(plan.rows[1].sequence, 41, 1)])
+    assert step_seconds(TIMES, plan_shape(ahead)) < 0.97 * policy.metrics()["iteration_aim_ms"] / 1e3
+    assert policy.continues(ahead, kv, 0, 0)
+    assert not policy.continues(ahead, kv, 0, 8), "a decision is due"
+    whole = IterationPlan([Row(long, first, 900 - first), ahead.rows[1]])
+    assert not policy.continues(whole, kv, 0, 0), "another prompt may have what is left of its iteration"
+    policy.add(0.0, promised("short", 20, ttft_s=9.0))
+    assert policy.chunks_ahead(following, 1) is None, "it goes first"
+
+
+def test_steps_are_planned_ahead_while_prompts_wait_for_blocks() -> None:
+    policy, kv = scheduler(), cache(24)
+    decoding(policy, kv, promised("d", 60, max_tokens=30)).predicted = 30.0
+    policy.add(0.0, promised("large", 60, max_tokens=30))
+    plan = decide(policy, kv, 0.0)
+    assert names(plan) == ["d"]
+    ahead = IterationPlan([Row(plan.rows[0].sequence, 61, 1)])
+    assert policy.continues(ahead, kv, 0, 0) and not policy.continues(ahead, kv, 0, 8)
+    assert policy.steady_for(plan, kv) == 0, "the forecast may change from one iteration to the next"
+    policy.add(0.0, promised("new", 8))
+    assert not policy.continues(ahead, kv, 0, 0)

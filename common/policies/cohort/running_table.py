@@ -203,7 +203,8 @@ class RunningTable:
 
     def decoding(self, order: Indices) -> Indices:
         """Return those in `order` that have one position to compute."""
-        return order[(self.targets - self._get(_Of.COMPUTED) == 1.0)[order]]
+        single: Flags = self.targets - self._get(_Of.COMPUTED) == 1.0
+        return order[single[order]]
 
     def due_first(self, now_s: float, decoding: Indices, step_s: float) -> Indices:
         """Sort by when the next token is due: now, if this worker sampled none yet. `step_s`: time of an iteration."""

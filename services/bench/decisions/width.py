@@ -120,7 +120,7 @@ class _Cluster:
         self.machine.handle(0.0, Received(_GATEWAY, outstanding))
 
     def _register(self, name: InstanceId, role: Role) -> None:
-        capacity = WorkerCapacity(role, "m", 32_768, 48, 8, 128, 2, _BLOCK_SIZE, _BLOCKS, 0, 256, 2048)
+        capacity = WorkerCapacity(role, "m", 131_072, 48, 8, 128, 2, _BLOCK_SIZE, _BLOCKS, 0, 256, 2048)
         self.machine.handle(0.0, Received(name, RegisterWorker(name, 1, f"at-{name}", capacity, list(self.held[name]))))
         self.machine.handle(0.0, Received(name, self._report(name)))
 

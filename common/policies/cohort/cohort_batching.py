@@ -25,7 +25,7 @@ from math import inf
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits
 from cohort.common.policies.cohort.mixing import FREE, HEADROOM, LEAST_PREFILL, best_chunk
-from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised
+from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
 from cohort.common.policies.cohort.row_sharing import (
     MANY,
@@ -244,7 +244,9 @@ class CohortBatching(IterationScheduler):
         order = self._plan_order(self._decided_s)
         if next((s for s in order if s is row.sequence or s not in self._started), None) is not row.sequence:
             return None
-        within_s = min(self._aim_s, self._bound_s / self._times.lateness.ratio) * (1.0 - _SPARE)
+        ending = [tpot_s(s) for s in self._started if s is not row.sequence and is_promised(s)]
+        bound_s = min([self._bound_s, *(each_s for each_s in ending if each_s)])  # with those that decode by then
+        within_s = min(self._aim_s, bound_s / self._times.lateness.ratio) * (1.0 - _SPARE)
         batch = BatchShape.of_decodes(single, self._running.known - row.sequence.known + single)
         count = self._fitting(batch, row.sequence, min(row.count, self._limits.max_tokens - single), within_s)
         return [count] if count >= self._least_prefill or count == row.count else None

@@ -607,6 +607,17 @@ def test_the_next_chunk_is_promised_with_time_to_spare() -> None:
     assert policy.chunks_ahead(following, 1) is None, "it goes first"
 
 
+def test_a_prompt_that_ends_in_flight_bounds_the_chunk_behind_it() -> None:
+    policy, kv = scheduler(tokens=2000), cache(4000)
+    strict, long = promised("strict", 40, ttft_s=9.0, tpot_s=0.01), promised("long", 900, ttft_s=9.0)
+    for each in (strict, long):
+        policy.add(0.0, each)
+    (_, _, ended), (_, _, begun) = rows(decide(policy, kv, 0.0))
+    assert ended == 40 and begun > 200
+    counts = policy.chunks_ahead([Row(long, begun, 900 - begun)], 1)
+    assert counts is not None and 60 < counts[0] < 100
+
+
 def test_steps_are_planned_ahead_while_prompts_wait_for_blocks() -> None:
     policy, kv = scheduler(), cache(24)
     decoding(policy, kv, promised("d", 60, max_tokens=30)).predicted = 30.0

@@ -14,7 +14,17 @@ from typing import Any, Generic, TypeVar, cast
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
-from cohort.common.policies import alignedserve, baselines, bros, bucketserve, cohort, dynaserve, ecoserve, settings
+from cohort.common.policies import (
+    alignedserve,
+    baselines,
+    bros,
+    bucketserve,
+    cohort,
+    dynaserve,
+    ecoserve,
+    routers,
+    settings,
+)
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.fair_order import FairOrder
@@ -61,6 +71,9 @@ PLACEMENTS: Table[Placement] = {
     ),
     "split": Policy(dynaserve.build_placement),
     "least_ttft": Policy(cohort.build_placement),
+    "longest_match": Policy(routers.build_by_match),
+    "block_cost": Policy(routers.build_by_cost),
+    "weighted_scores": Policy(routers.build_by_scores),
 }
 
 PREFILL_ORDERS: Table[PrefillOrder] = {

@@ -8,8 +8,8 @@ prompt counts what no earlier request has in common with it, as if one cache wit
     answer     every further token with the context it reads, from when the prompt can be done to TTFT + TPOT · (n − 1)
     memory     positions of the answer's steps, each for at least a step of one row alone
 
-Left out, so the bound is the looser for it: reading weights again for small batches, a sequence's own steps one after
-another, iterations cut short by a strict TPOT, transfers, a cache that forgets.
+Left out, so the bound is the looser for it: reading weights again for small batches, iterations cut short by a strict
+TPOT, transfers, memory that prompts hold, a cache that forgets, and that nobody knows a length before its end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Prices:
     def slower(self, other: Prices) -> float:
         """Return how many times as long as on the `other` anything takes here at least."""
         parts = ("token_s", "sample_s", "pair_s", "position_s")
-        return min(getattr(self, name) / getattr(other, name) for name in parts)
+        return min(float(getattr(self, name) / getattr(other, name)) for name in parts)
 
 
 def _positions(prompt: int, steps: int) -> float:

@@ -74,7 +74,8 @@ class _Intervals:
         """Return the share of the interval's room that each request takes."""
         inside = (self._from >= begin) & (self._to <= end)
         of = self.resource
-        return np.bincount(of.owner[inside], of.work[inside], requests) / self._room[begin, end]
+        taken = np.bincount(of.owner[inside], of.work[inside], requests)
+        return np.asarray(taken / self._room[begin, end], np.float64)
 
 
 def most_fitting(requests: int, resources: Sequence[Resource]) -> Fitting:
@@ -83,11 +84,11 @@ def most_fitting(requests: int, resources: Sequence[Resource]) -> Fitting:
     shares, most = np.ones(requests), float(requests)
     rows: list[Floats] = []
     for _ in range(_ROUNDS):
-        found = [(by, number, *at) for number, each in enumerate(intervals) for by, *at in each.violated(shares)]
+        found = [(each, number) for number, one in enumerate(intervals) for each in one.violated(shares)]
         if not found:
             break
         worst = sorted(found, reverse=True)[:_CUTS]
-        rows += [intervals[number].constraint(begin, end, requests) for _, number, begin, end in worst]
+        rows += [intervals[number].constraint(begin, end, requests) for (_, begin, end), number in worst]
         solved = linprog(-np.ones(requests), np.array(rows), np.ones(len(rows)), bounds=(0.0, 1.0), method="highs")
         if solved.x is None:  # the bound so far holds
             break

@@ -59,6 +59,8 @@ class Cell(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     """Options of the configuration, by name, laid over the preset's."""
     live: bool | UnsetType = UNSET
+    variant: int | UnsetType = UNSET
+    """Number of the system's variant, from 0."""
 
     @property
     def label(self) -> str:
@@ -89,6 +91,7 @@ class CellResult(msgspec.Struct, frozen=True):
     at_most: float | None = None
     longest_wait_s: float | None = None
     groups: dict[str, dict[str, list[int]]] = {}
+    variant: int = 0
 
     @property
     def share(self) -> float:
@@ -96,13 +99,19 @@ class CellResult(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A workload at a load: of each system the mean, the lowest and the highest share over the seeds."""
+    """A workload at a load: of each system the mean, the lowest and the highest share over the seeds. `at_most`: the
+    mean share that any scheduler could have kept, where it is known. `groups`: by question, group and system the share
+    kept. `variants`: of the systems that have some, the one shown."""
 
     workload: str
     load: float
     shares: dict[str, tuple[float, float, float]]
     kept_tokens_per_s: dict[str, float]
     longest_ttft_s: dict[str, float]
+    at_most: float | None = None
+    longest_wait_s: dict[str, float] = {}
+    groups: dict[str, dict[str, dict[str, float]]] = {}
+    variants: dict[str, int] = {}
 
 
 def cells(
@@ -121,36 +130,46 @@ def cells(
     usual = [name for name, system in spec.systems.items() if system.usual]
     usually = [name for name, workload in spec.workloads.items() if workload.usual is not False]
     found: list[Cell] = []
-    checked: set[tuple[str, str]] = set()
+    checked: set[tuple[str, str, int | UnsetType]] = set()
     for workload in _named("workload", workloads or usually, spec.workloads):
         traffic = spec.workloads[workload]
         for load in loads or traffic.loads or spec.loads:
             for seed in seeds or spec.seeds:
                 for system in _named("system", systems or usual, spec.systems):
-                    if traffic.only and system not in traffic.only:
+                    of = spec.systems[system]
+                    if (traffic.only and system not in traffic.only) or (live and of.clairvoyant):
                         continue
-                    compared = spec.systems[system]
-                    cell = Cell(
-                        workload=workload,
-                        load=load,
-                        seed=seed,
-                        system=system,
-                        traffic=traffic,
-                        compared=compared,
-                        model=traffic.model or spec.model,
-                        cluster=cluster or traffic.cluster or spec.cluster,
-                        duration_s=traffic.duration_s or spec.duration_s,
-                        horizon_s=traffic.horizon_s or spec.horizon_s,
-                        predictor=spec.predictor,
-                        predictor_sigma=spec.predictor_sigma,
-                        options={**spec.set, **traffic.set, **compared.set, **(over or {})},
-                        live=live or UNSET,
-                    )
-                    if (workload, system) not in checked:  # loads and seeds change no option
-                        configuration(cell)
-                        checked.add((workload, system))
-                    found.append(cell)
+                    for variant, compared in _variants(of):
+                        cell = Cell(
+                            workload=workload,
+                            load=load,
+                            seed=seed,
+                            system=system,
+                            traffic=traffic,
+                            compared=compared,
+                            model=traffic.model or spec.model,
+                            cluster=cluster or traffic.cluster or spec.cluster,
+                            duration_s=traffic.duration_s or spec.duration_s,
+                            horizon_s=traffic.horizon_s or spec.horizon_s,
+                            predictor=spec.predictor,
+                            predictor_sigma=spec.predictor_sigma,
+                            options={**spec.set, **traffic.set, **compared.set, **(over or {})},
+                            live=live or UNSET,
+                            variant=variant,
+                        )
+                        if (workload, system, variant) not in checked:  # loads and seeds change no option
+                            configuration(cell)
+                            checked.add((workload, system, variant))
+                        found.append(cell)
     return found
+
+
+def _variants(compared: Compared) -> list[tuple[int | UnsetType, Compared]]:
+    if compared.variants is UNSET:
+        return [(UNSET, compared)]
+    alone = msgspec.structs.replace(compared, variants=UNSET)
+    each = [msgspec.structs.replace(alone, set={**compared.set, **options}) for options in compared.variants]
+    return list(enumerate(each))
 
 
 def _named(what: str, names: Sequence[str], known: Mapping[str, Any]) -> Iterable[str]:
@@ -245,21 +264,60 @@ def columns_of(report: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def rows(results: Iterable[CellResult]) -> list[Row]:
-    """Return a row for each workload and load, in the order of the results."""
+def rows(results: Iterable[CellResult], tuning_seeds: Sequence[int] = ()) -> list[Row]:
+    """Return a row for each workload and load, in the order of the results: of each system's best variant at the tuning
+    seeds what it kept at the others, or at all seeds where there are no others."""
     grouped: dict[tuple[str, float], dict[str, list[CellResult]]] = {}
     for result in results:
         grouped.setdefault((result.workload, result.load), {}).setdefault(result.system, []).append(result)
     return [
-        Row(
-            workload,
-            load,
-            {name: _spread([one.share for one in of]) for name, of in systems.items()},
-            {name: statistics.fmean(one.kept_tokens_per_s for one in of) for name, of in systems.items()},
-            {name: max(one.longest_ttft_s or 0.0 for one in of) for name, of in systems.items()},
-        )
+        _row(workload, load, {name: _judged(of, tuning_seeds) for name, of in systems.items()})
         for (workload, load), systems in grouped.items()
     ]
+
+
+def _judged(results: Sequence[CellResult], tuning_seeds: Sequence[int]) -> list[CellResult]:
+    """Return the best variant's results at the seeds that judge."""
+    tuning = [one for one in results if one.seed in tuning_seeds] or results
+    shares: dict[int, list[float]] = {}
+    for one in tuning:
+        shares.setdefault(one.variant, []).append(one.share)
+    best = max(shares, key=lambda variant: statistics.fmean(shares[variant]))
+    of_best = [one for one in results if one.variant == best]
+    return [one for one in of_best if one.seed not in tuning_seeds] or of_best
+
+
+def _row(workload: str, load: float, systems: Mapping[str, Sequence[CellResult]]) -> Row:
+    bounds: dict[int, float] = {}
+    for one in (one for results in systems.values() for one in results):
+        if one.at_most is not None:
+            bounds[one.seed] = max(bounds.get(one.seed, 0.0), one.at_most / max(1, one.sent))
+    return Row(
+        workload,
+        load,
+        {name: _spread([one.share for one in of]) for name, of in systems.items()},
+        {name: statistics.fmean(one.kept_tokens_per_s for one in of) for name, of in systems.items()},
+        {name: max(one.longest_ttft_s or 0.0 for one in of) for name, of in systems.items()},
+        statistics.fmean(bounds.values()) if bounds else None,
+        {name: max(one.longest_wait_s or 0.0 for one in of) for name, of in systems.items()},
+        _groups(systems),
+        {name: of[0].variant for name, of in systems.items()},
+    )
+
+
+def _groups(systems: Mapping[str, Sequence[CellResult]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the share kept, by question, group and system."""
+    counts: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for system, results in systems.items():
+        for one in results:
+            for question, of in one.groups.items():
+                for group, (kept, sent) in of.items():
+                    before = counts.get((question, group, system), (0, 0))
+                    counts[question, group, system] = before[0] + kept, before[1] + sent
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (question, group, system), (kept, sent) in counts.items():
+        found.setdefault(question, {}).setdefault(group, {})[system] = kept / sent
+    return found
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -98,16 +98,22 @@ class TrafficSpec(_Section, frozen=True):
 
 class Compared(_Section, frozen=True):
     """A system: its preset, options over it, and how many instances have which role ({}: the preset's shares). `usual`
-    false: run only when it is named."""
+    false: run only when it is named. `variants`: further options, of which the best at the specification's tuning seeds
+    is shown of each workload at a load. `clairvoyant`, simulated alone: lengths are known, and only requests come that
+    the bound keeps; so what it keeps could be kept."""
 
     preset: str
     set: dict[str, Any] = {}
     instances: dict[Role, int] = {}
     usual: bool = True
     note: str = ""
+    variants: list[dict[str, Any]] | UnsetType = UNSET
+    clairvoyant: bool | UnsetType = UNSET
 
 
 class Spec(_Section, frozen=True):
+    """`tuning_seeds`: those of `seeds` that choose among variants; tables are made of the others."""
+
     description: str
     model: str
     cluster: str
@@ -115,6 +121,7 @@ class Spec(_Section, frozen=True):
     systems: dict[str, Compared]
     loads: tuple[_Positive, ...] = (1.0,)
     seeds: tuple[int, ...] = (0,)
+    tuning_seeds: tuple[int, ...] = ()
     duration_s: _Positive = 60.0
     horizon_s: _Positive = 120.0
     predictor: Literal["oracle", "noisy", "lognormal", "none"] = "lognormal"

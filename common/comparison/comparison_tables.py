@@ -17,11 +17,13 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def table(found: Comparison) -> Table:
-    """Show the % of all requests that kept their SLO: mean (lowest-highest over the seeds)."""
+    """Show the % of all requests that kept their SLO: mean (lowest-highest over the seeds), and how many any scheduler
+    could have kept at most."""
     systems = _systems(found)
     shown = Table(title=found.description, caption="% of all requests that kept their whole SLO: mean (lowest-highest)")
     shown.add_column("workload")
     shown.add_column("load", justify="right")
+    shown.add_column("at most", justify="right")
     for system in systems:
         shown.add_column(system, justify="right")
     for line in _lines(found, systems):
@@ -29,9 +31,29 @@ def table(found: Comparison) -> Table:
     return shown
 
 
+def group_tables(found: Comparison) -> list[Table]:
+    """Show the same by class, by SLO and by length, each where there are several, and the longest waits."""
+    systems = _systems(found)
+    tables = []
+    for question in dict.fromkeys(question for row in found.rows for question in row.groups):
+        shown = Table("workload", "load", question, *systems, title=f"% kept by {question}")
+        for row in found.rows:
+            groups = row.groups.get(question, {})
+            for group, shares in groups.items() if len(groups) > 1 else ():
+                cells = [f"{100 * shares[name]:.1f}" if name in shares else "–" for name in systems]
+                shown.add_row(row.workload, f"{row.load:g}", group, *cells)
+        if shown.row_count:
+            tables.append(shown)
+    waits = Table("workload", "load", *systems, title="longest wait for a first token, a refusal or the end, s")
+    for row in found.rows:
+        cells = [f"{row.longest_wait_s[name]:.1f}" if name in row.longest_wait_s else "–" for name in systems]
+        waits.add_row(row.workload, f"{row.load:g}", *cells)
+    return [*tables, waits]
+
+
 def markdown(found: Comparison) -> str:
     systems = _systems(found)
-    head = ["workload", "load", *systems]
+    head = ["workload", "load", "at most", *systems]
     title = "% of all requests that kept their whole SLO: mean (lowest-highest over the seeds)\n\n"
     return title + _table([head, ["---", *["---:"] * (len(head) - 1)], *_lines(found, systems)])
 
@@ -86,7 +108,7 @@ def _systems(found: Comparison) -> list[str]:
 def _lines(found: Comparison, systems: list[str]) -> list[list[str]]:
     lines = []
     for row in found.rows:
-        line = [row.workload, f"{row.load:g}"]
+        line = [row.workload, f"{row.load:g}", "–" if row.at_most is None else f"{100 * row.at_most:.1f}"]
         for system in systems:
             spread = row.shares.get(system)
             line.append("–" if spread is None else _cell(*spread))

@@ -206,10 +206,12 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
         warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in cells)], _print)
     file = Path(options.results) if options.results else None
     results = comparison.run(cells, file, options.jobs, _print, live or measure)
-    found = comparison_tables.Comparison(spec.description, comparison.rows(results))
+    found = comparison_tables.Comparison(spec.description, comparison.rows(results, spec.tuning_seeds))
     page = comparison_tables.columns(results, others) if options.live or others else ""
     if "-" not in (options.json, options.markdown):
         _console().print(page or comparison_tables.table(found), markup=False, soft_wrap=bool(page))
+        for each in comparison_tables.group_tables(found) if options.groups else ():
+            _console().print(each, markup=False)
     if options.markdown:
         _write(options.markdown, (page or comparison_tables.markdown(found)).encode())
     _write_json(options.json, results if page else found)

@@ -165,6 +165,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="FILE", help="results of another run: every column beside its own, and the error"
     )
+    parser.add_argument("--groups", action="store_true", help="also tables by class, SLO and length, and longest waits")
     parser.add_argument("--json", metavar="FILE", help="write the table's data; - = standard output")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there; - = standard output")
 

@@ -108,7 +108,6 @@ class SimCluster:
             raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
         self.longest = longest
         """Positions that a sequence can have."""
-        self.closed_loops = workload.closed_loop
         self.shares_prompts = shared = _prompts_are_shared(config, workload)
         uses_draft_model = config.speculation.mode == "model"
         deployment = Deployment(

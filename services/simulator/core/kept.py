@@ -5,15 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.bound.least_work import Instance, Prices, jobs, new_tokens
 from cohort.services.simulator.core.clients import InFlight, has_slo
 from cohort.services.simulator.core.cluster import SimCluster
-
-if TYPE_CHECKING:  # SciPy comes with an extra
-    from cohort.services.simulator.bound.relaxation import Fitting
 
 _QUARTERS = 4
 
@@ -66,18 +62,24 @@ class Waits:
         return {question: dict(sorted(groups.items())) for question, groups in found.items()}
 
 
-def at_most(
-    sim: SimCluster, workload: Workload, judges: Callable[[WorkItem], bool]
-) -> tuple[list[int], Fitting] | None:
-    """Bound how many of the judged requests any scheduler could keep, with lengths and arrivals known. Returns the
-    numbers of those that could be kept alone, and how many of them fit; None where SciPy is missing, iterations
-    scatter, or users who ask when they are answered are judged: nothing bounds those."""
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """`requests`: so many could be kept at most. `left_out`: numbers of judged ones that the bound's optimum keeps less
+    than half of, or that could not be kept alone."""
+
+    requests: float
+    left_out: dict[int, None]
+
+
+def at_most(sim: SimCluster, workload: Workload, judges: Callable[[WorkItem], bool]) -> AtMost | None:
+    """Bound how many of the judged requests any scheduler could keep, with lengths and arrivals known. None where SciPy
+    is missing, iterations scatter, or users who ask when they are answered are judged: nothing bounds those."""
     try:
         from cohort.services.simulator.bound.relaxation import most_fitting
     except ImportError:
         return None
     scatter = sim.cluster.scatter if sim.options.scatter is None else sim.options.scatter
-    loops = [item for part in sim.closed_loops for item in part.items]
+    loops = [item for part in workload.closed_loop for item in part.items]
     if scatter or any(has_slo(item) and judges(item) for item in loops):
         return None
     items = workload.items
@@ -90,7 +92,9 @@ def at_most(
         longest=sim.longest,
         horizon_s=sim.options.horizon_s,
     )
-    return [judged[index] for index in able], most_fitting(len(able), resources)
+    fitting = most_fitting(len(able), resources)
+    stays = {judged[index] for index, share in zip(able, fitting.shares, strict=True) if share >= 0.5}
+    return AtMost(fitting.most, dict.fromkeys(index for index in judged if index not in stays))
 
 
 def _instances(sim: SimCluster) -> Sequence[Instance]:

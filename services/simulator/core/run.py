@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
+from msgspec import UNSET
 
 from cohort.common.comparison.comparison import Cell, CellResult, columns_of
 from cohort.common.comparison.comparison import configuration as configuration_of
@@ -13,7 +15,7 @@ from cohort.common.config import Config
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
-from cohort.common.workloads.items import Workload
+from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.kept import Waits, at_most
 from cohort.services.simulator.core.report import SimReport, make_report
@@ -41,7 +43,7 @@ def measure(cell: Cell) -> CellResult:
     """Simulate a cell of `cohort compare`."""
     options = SimOptions(
         seed=cell.seed,
-        predictor=cell.predictor,  # type: ignore[arg-type]  # checked by `Spec`
+        predictor="oracle" if cell.compared.clairvoyant else cell.predictor,  # type: ignore[arg-type]  # by `Spec`
         predictor_sigma=cell.predictor_sigma,
         horizon_s=cell.horizon_s,
         slo_defaults=True,
@@ -49,9 +51,19 @@ def measure(cell: Cell) -> CellResult:
     workload = traffic_of(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
     cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
     model, config = load_model(cell.model), configuration_of(cell)
-    sim = SimCluster(config, cluster, model, workload, options, dict(cell.compared.instances) or None)
-    waits = Waits(sim, lambda item: cell.traffic.judged in ("all", item.traffic_class))
-    most = at_most(sim, workload, waits.judges)
+    roles = dict(cell.compared.instances) or None
+
+    def judges(item: WorkItem) -> bool:
+        return cell.traffic.judged in ("all", item.traffic_class)
+
+    sim = SimCluster(config, cluster, model, workload, options, roles)
+    most, left_out = at_most(sim, workload, judges), list[WorkItem]()
+    if cell.compared.clairvoyant and most is not None:
+        left_out = [workload.items[number] for number in most.left_out]
+        stays = (item for number, item in enumerate(workload.items) if number not in most.left_out)
+        workload = replace(workload, items=tuple(stays))
+        sim = SimCluster(config, cluster, model, workload, options, roles)
+    waits = Waits(sim, judges, ended=[(item, False) for item in left_out])
     sim.run()
     waits.close()
     report = make_report(sim, workload.name, workload.facts)
@@ -63,13 +75,14 @@ def measure(cell: Cell) -> CellResult:
         load=cell.load,
         seed=cell.seed,
         system=cell.system,
-        sent=judged.sent,
+        sent=judged.sent + len(left_out),
         finished=judged.finished,
         kept=round(slo.attainment * slo.judged) if slo is not None else 0,
         kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
         longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
         numbers=columns_of(msgspec.to_builtins(judged)),
-        at_most=None if most is None else most[1].most,
+        at_most=None if most is None else most.requests,
         longest_wait_s=waits.longest_s,
         groups=waits.groups(),
+        variant=0 if cell.variant is UNSET else cell.variant,
     )

@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role, TrafficClass
+from cohort.common.workloads.agents import Agents
 from cohort.common.workloads.generate import Drawn, Mixed
 from cohort.common.workloads.lengths import parse_distribution, parse_mix
 from cohort.common.workloads.papers import SHAPES
@@ -48,7 +49,9 @@ class Part(_Section, frozen=True):
     `burst_s` of every `period_s` seconds it is on (0: always), from `start_s` to `end_s` (0: the end). `ttft_s`,
     `tpot_s`: one SLO, or several of which each request is given one by chance. `whole_s`: instead, twice (first +
     second · output tokens) for the whole answer (EcoServe §4, E9). `scaled` false: its rate is the same at every load.
-    `tbt_s`, live alone: a bound on every gap between tokens, whose 99th percentile a request must keep, too.
+    `tbt_s`, live alone: a bound on every gap between tokens, whose 99th percentile a request must keep, too. `agents`:
+    its requests are turns of sessions. `in_order`: rows of the trace as they follow each other, from one by chance on,
+    so that what they share stays together.
     """
 
     trace: str = ""
@@ -76,6 +79,8 @@ class Part(_Section, frozen=True):
     at_once: bool | UnsetType = UNSET
     together: bool | UnsetType = UNSET
     tbt_s: _Positive | UnsetType = UNSET
+    agents: Agents | UnsetType = UNSET
+    in_order: bool | UnsetType = UNSET
 
 
 class TrafficSpec(_Section, frozen=True):
@@ -169,6 +174,8 @@ def _check(part: Part, where: str) -> None:
         raise ConfigError(f"{where}: burst_s and period_s come together, the first no longer")
     if part.end_s and part.end_s <= part.start_s:
         raise ConfigError(f"{where}: ends at {part.end_s:g} s, begins at {part.start_s:g} s")
+    if part.agents and (part.users or part.at_once or not part.rate):
+        raise ConfigError(f"{where}: agents come at a rate")
     if part.whole_s and (part.ttft_s or part.tpot_s or part.deadline_s):
         raise ConfigError(f"{where}: whole_s stands for all SLOs of a part")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from cohort.common.comparison.comparison_spec import Part, TrafficSpec, parse_lengths, part_trace
 from cohort.common.types import Slo
+from cohort.common.workloads.agents import sessions
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import clip, together
 from cohort.common.workloads.generate import FromTrace, Source, generate
@@ -24,8 +25,8 @@ _APART = 1009
 """Distance between the seeds of two parts of a workload."""
 _CYCLES = 40
 """Requests of each user of a closed loop before its list begins anew."""
-_SLO_STREAM = 8
-"""Random stream that chooses among several SLOs; `generate.Stream` has the others."""
+_SLO_STREAM, _FIRST_STREAM = 8, 9
+"""Random streams that choose among several SLOs, and the first row of a trace; `generate.Stream` has the others."""
 
 
 def traffic(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> Workload:
@@ -42,7 +43,7 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     end_s = min(part.end_s or duration_s, duration_s)
     on_s = _time_on(part, max(0.0, end_s - part.start_s))
     rate = part.rate * (load if part.scaled else 1.0)
-    name, lengths = _lengths(part)
+    name, lengths = _lengths(part, seed)
     count = part.requests or _CYCLES * part.users or None
     arrivals = AllAtOnce() if part.users or part.at_once else RandomArrivals(rate, part.cv)
     workload = generate(
@@ -56,6 +57,8 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     )
     if part.scale:
         workload = replace(workload, items=tuple(_scaled(item, part.scale) for item in workload.items))
+    if part.agents:
+        workload = sessions(workload, part.agents, until_s=on_s, seed=seed)
     workload = clip(workload, max_prompt=part.max_prompt, max_output=part.max_output, max_total=part.max_total)
     ttfts, tpots = _slos(part, len(workload.items), seed)
     items = tuple(
@@ -69,13 +72,17 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     return replace(workload, items=(), closed_loop=(users,))
 
 
-def _lengths(part: Part) -> tuple[str, Source]:
+def _lengths(part: Part, seed: int) -> tuple[str, Source]:
     if part.paper:
         return part.paper, SHAPES[part.paper].lengths
     if part.lengths:
         return part.lengths, parse_lengths(part.lengths, "lengths")
     path = part_trace(part.trace)
-    return path.name, FromTrace(_trace(path), path.name, resample=True)
+    trace = _trace(path)
+    if not part.in_order:
+        return path.name, FromTrace(trace, path.name, resample=True)
+    first = int(np.random.default_rng([seed, _FIRST_STREAM]).integers(len(trace.rows)))
+    return path.name, FromTrace(replace(trace, rows=trace.rows[first:] + trace.rows[:first]), path.name)
 
 
 def _scaled(item: WorkItem, factor: float) -> WorkItem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -143,10 +144,62 @@ def test_fields_that_are_unset_change_no_digest(trace: str, tmp_path: Path) -> N
     cell, *_ = comparison.cells(load_spec(str(written(tmp_path, trace))))
     fields = json.loads(msgspec.json.encode(cell))
     assert fields.keys().isdisjoint({"live"}) and fields["traffic"].keys().isdisjoint({"usual"})
-    new = {"name", "lengths", "scale", "requests", "at_once", "together", "tbt_s"}
+    assert fields.keys().isdisjoint({"variant"})
+    assert fields["compared"].keys().isdisjoint({"variants", "clairvoyant"})
+    new = {"name", "lengths", "scale", "requests", "at_once", "together", "tbt_s", "agents", "in_order"}
     assert fields["traffic"]["parts"][0].keys().isdisjoint(new)
     live, *_ = comparison.cells(load_spec(str(written(tmp_path, trace))), live=True)
     assert live.digest != cell.digest
+
+
+def test_a_variant_is_chosen_on_some_seeds_and_judged_on_the_others(trace: str, tmp_path: Path) -> None:
+    chunks = [{"engine.prefill_chunk": 64}, {"engine.prefill_chunk": 256}]
+    systems = {"one": {"preset": "unified"}, "swept": {"preset": "unified", "variants": chunks}}
+    spec = load_spec(str(written(tmp_path, trace, systems=systems, tuning_seeds=[0])))
+    asked = comparison.cells(spec, workloads=["one"], loads=[1.0])
+    assert len(asked) == 2 * (1 + 2) == len({cell.digest for cell in asked})
+    assert [cell.options.get("engine.prefill_chunk") for cell in asked if cell.seed == 1] == [None, 64, 256]
+
+    def result(seed: int, system: str, variant: int, kept: int, at_most: float | None) -> CellResult:
+        groups = {"class": {"rt": [kept, 10]}}
+        return CellResult("", "w", 1.0, seed, system, 10, 10, kept, 0.0, None, {}, at_most, 2.0 + seed, groups, variant)
+
+    kept = {(0, 0): 3, (0, 1): 6, (1, 0): 9, (1, 1): 7, (2, 0): 9, (2, 1): 5}
+    results = [result(seed, "swept", variant, each, 8.0) for (seed, variant), each in kept.items()]
+    results += [result(seed, "one", 0, 4, 9.5 if seed else None) for seed in range(3)]
+    (row,) = comparison.rows(results, [0])
+    assert row.variants == {"swept": 1, "one": 0} and row.shares["swept"] == (0.6, 0.5, 0.7)
+    assert row.at_most == pytest.approx(0.95) and row.longest_wait_s == {"swept": 4.0, "one": 4.0}
+    assert row.groups == {"class": {"rt": {"swept": 0.6, "one": 0.4}}}
+    (of_all,) = comparison.rows(results)
+    assert of_all.variants["swept"] == 0 and of_all.shares["swept"][0] == pytest.approx(0.7)
+    shown = comparison_tables.Comparison("d", [row])
+    assert "| w | 1 | 95.0 | 60.0 (50-70) | 40.0 |" in comparison_tables.markdown(shown)
+    assert [table.title for table in comparison_tables.group_tables(shown)] == [
+        "longest wait for a first token, a refusal or the end, s"
+    ]
+
+
+def test_what_is_known_beforehand_is_left_out_of_a_clairvoyant_system(trace: str, tmp_path: Path) -> None:
+    part = {"trace": trace, "rate": 90, "ttft_s": 0.1, "tpot_s": 0.05}
+    systems = {"cohort": {"preset": "cohort"}, "clairvoyant": {"preset": "cohort", "clairvoyant": True}}
+    changes = {"systems": systems, "workloads": {"one": {"parts": [part]}}, "model": "llama-13b"}
+    spec = load_spec(str(written(tmp_path, trace, **changes, cluster="a100-80:1")))
+    asked = comparison.cells(spec, seeds=[0], loads=[1.0])
+    ours, knowing = comparison.run(asked, None, 1, lambda _: None, measure)
+    assert ours.sent == knowing.sent and ours.at_most == knowing.at_most
+    assert ours.at_most is not None and max(ours.kept, knowing.kept) <= ours.at_most < ours.sent
+    assert sum(sent for _, sent in knowing.groups["class"].values()) == knowing.sent
+    assert not comparison.cells(spec, systems=["clairvoyant"], live=True)
+
+
+def test_a_trace_in_its_order_begins_anywhere(trace: str) -> None:
+    spec = TrafficSpec([Part(trace, 4.0, in_order=True)])
+    first, second = (traffic(spec, load=1.0, duration_s=5.0, seed=seed).items for seed in (1, 2))
+    for items in (first, second):
+        outputs = [item.output_tokens for item in items]
+        assert all((after - before) % 30 == 1 for before, after in itertools.pairwise(outputs))
+    assert first[0].output_tokens != second[0].output_tokens
 
 
 def test_columns_are_medians_and_stand_beside_those_of_another_run() -> None:

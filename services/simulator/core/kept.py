@@ -19,7 +19,7 @@ Groups = dict[str, dict[str, list[int]]]
 
 @dataclass(slots=True)
 class Waits:
-    """What became of every judged request of a run; made before it. `longest_s`: the longest wait for a first token, or
+    """Outcomes of the judged requests of a run, made before it. `longest_s`: the longest wait for a first token, or
     for a refusal, or in vain for the run's end."""
 
     sim: SimCluster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 
@@ -10,7 +10,8 @@ from cohort.common.policies.interface import ClusterView, Impossible, InstanceVi
 from cohort.common.policies.routers.routers import ByCost, ByMatch, ByScores, Router
 from cohort.common.types import Attempt, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
 
-ROUTERS = [lambda: ByMatch(0.3, 4, 1.5), lambda: ByCost(1.0, 0.0), lambda: ByScores(3.0, 2.0, 2.0)]
+Make = Callable[[], Router]
+ROUTERS: list[Make] = [lambda: ByMatch(0.3, 4, 1.5), lambda: ByCost(1.0, 0.0), lambda: ByScores(3.0, 2.0, 2.0)]
 
 
 def view(name: str, *, running: int = 0, waiting: int = 0, queued: int = 0, free: int = 1000) -> InstanceView:
@@ -35,38 +36,33 @@ def where(router: Router, waiting: WaitingRequest, *views: InstanceView) -> str:
 
 
 @pytest.mark.parametrize("make", ROUTERS)
-def test_a_prompt_follows_its_beginning_while_loads_are_alike(make):
-    router, views = make(), (view("a"), view("b"))
-    assert where(router, asked(1), view("a", running=1, waiting=1, queued=64), views[1]) == "b"
-    router = make()
-    # The record belongs to a process of a worker: the same views must come again.
-    busy = view("a", running=1, waiting=1, queued=64)
-    assert where(router, asked(1), busy, views[1]) == "b"
-    busy.stats, views[1].stats = replace_stats(busy, running=0, waiting=0, queued=0), replace_stats(views[1], running=1)
-    assert where(router, asked(1), busy, views[1]) == "b", "it has the prompt"
-    assert where(router, asked(2), busy, views[1]) == "a", "nobody has it"
+def test_a_prompt_follows_its_beginning_while_loads_are_alike(make: Make) -> None:
+    router, busy, other = make(), view("a", running=1, waiting=1, queued=64), view("b")
+    assert where(router, asked(1), busy, other) == "b"
+    busy.stats, other.stats = stats_of(busy), stats_of(other, running=1)
+    assert where(router, asked(1), busy, other) == "b", "it has the prompt"
+    assert where(router, asked(2), busy, other) == "a", "nobody has it"
 
 
 @pytest.mark.parametrize("make", ROUTERS)
-def test_a_worker_with_much_to_do_gets_nothing_whatever_it_has(make):
+def test_a_worker_with_much_to_do_gets_nothing_whatever_it_has(make: Make) -> None:
     router, first, second = make(), view("a"), view("b")
     assert where(router, asked(1), first, second) == "a"
-    first.stats = replace_stats(first, running=20, waiting=30, queued=4000, free=100)
+    first.stats = stats_of(first, running=20, waiting=30, queued=4000, free=100)
     assert where(router, asked(1), first, second) == "b"
 
 
-def replace_stats(of: InstanceView, running: int = 0, waiting: int = 0, queued: int = 0, free: int = 1000):
-    return view(of.instance, running=running, waiting=waiting, queued=queued, free=free).stats
+def stats_of(of: InstanceView, **numbers: int) -> WorkerStats:
+    return view(of.instance, **numbers).stats
 
 
 def test_a_short_match_does_not_decide():
     router, first, second = ByMatch(0.5, 64, 1.5), view("a"), view("b")
     assert where(router, asked(1), first, second) == "a"
-    first.stats = replace_stats(first, running=1)
-    waiting = asked(2, 1024)
-    long = replace(waiting, request=waiting.request)
-    long.request.tokens[:256] = [1] * 256
-    assert where(router, long, first, second) == "b", "a quarter of the prompt"
+    first.stats = stats_of(first, running=1)
+    waiting = asked(2)
+    waiting.request.tokens[:256] = [1] * 256
+    assert where(router, waiting, first, second) == "b", "a quarter of the prompt"
 
 
 def test_a_temperature_spreads_requests():
@@ -75,7 +71,7 @@ def test_a_temperature_spreads_requests():
 
 
 @pytest.mark.parametrize("make", ROUTERS)
-def test_what_fits_nowhere_is_said(make):
+def test_what_fits_nowhere_is_said(make: Make) -> None:
     assert isinstance(make().place(0.0, asked(1), ClusterView({}), None), Wait)
     found = make().place(0.0, asked(1, 9000), ClusterView({"a": view("a")}), None)
     assert isinstance(found, Impossible)

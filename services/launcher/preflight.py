@@ -32,6 +32,7 @@ from cohort.services.launcher.plan import ProcessPlan
 _GATEWAY_REMEDY = "choose another with --port"
 _AGAIN = "fetch the model again: its download is not complete"
 _TEMPLATES = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+_TOKENIZER_BYTES, _TEMPLATE_BYTES = 64 << 20, 1 << 16
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """Marks of assistant text, which gateways render as nothing."""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", GGUF_FILE)
@@ -79,21 +80,26 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
 
 
 def _check_text_files(folder: Path) -> None:
-    """Check that the tokeniser's file is whole, and that the chat template can be read."""
+    """Check that the tokeniser's file is whole, and that the chat template can be read: files of a length that takes no
+    noticeable time; the process that bounds what they cost judges longer ones."""
     file = folder / "tokenizer.json"
     try:
-        if file.is_file():
+        if _is_short(file, _TOKENIZER_BYTES):
             msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(f"{file}: no tokenizer can be read from it ({error}); {_AGAIN}") from None
     template = folder / "chat_template.jinja"
     try:
-        if template.is_file():
+        if _is_short(template, _TEMPLATE_BYTES):
             _TEMPLATES.parse(_GENERATION.sub("", template.read_text(encoding="utf-8")))
-    except (OSError, ValueError, jinja2.TemplateSyntaxError) as error:
+    except (OSError, ValueError, RecursionError, jinja2.TemplateSyntaxError) as error:
         raise ModelError(
             f"{template}: no chat template ({error}); mend it, or remove it to serve without chats"
         ) from None
+
+
+def _is_short(file: Path, most_bytes: int) -> bool:
+    return file.is_file() and file.stat().st_size <= most_bytes
 
 
 def missing_parts(folder: Path) -> list[str]:

@@ -63,6 +63,10 @@ def lives(pid: int) -> bool:
         return False
 
 
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def is_known(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -97,7 +101,7 @@ async def test_one_that_is_told_to_end_takes_its_helpers_along(forks: Forks, tmp
     worker = await forks.child(command("serves"), log, environment())
     helper = int((await said(log, 2))[1])
     assert worker.running and lives(helper)
-    assert Path(f"/proc/{worker.pid}/comm").read_text().strip() == "forked_toy", "not the template's name"
+    assert name_of(worker.pid) == "forked_toy", "not the template's"
     worker.terminate()
     assert await worker.wait() == 0 and not worker.running
     await gone(helper)

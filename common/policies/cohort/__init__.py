@@ -3,6 +3,7 @@
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
 row_sharing      which sequences have a row where more decode than an iteration has rows
+running_table    what all that hold KV were promised, as arrays
 cohort_batching  the worker's scheduler: decodes, then prompts as far as the strictest promise leaves time
 ttft_forecast    when a worker would yield the first token of one more request
 placed_work      what is on a worker: the last report, and what was placed there since

@@ -93,7 +93,7 @@ class CohortBatching(IterationScheduler):
         self._ranked: Indices = self._running.ranked()
         """Places of these in the order in which they keep it."""
         self._started: dict[Sequence, None] = {}
-        """Those of them with a prompt to compute still."""
+        """Sequences of these with a prompt to compute still."""
         self._swapped: set[Attempt] = set()
         self._unasked: list[Sequence] = []
         """Prompts of which the prefix cache was not asked yet."""

@@ -1,5 +1,4 @@
-"""Whether prompts share an iteration with decodes where mixing itself has a price: at which size it pays, and what the
-promises of those that decode can spare for it.
+"""Whether prompts share an iteration with decodes where mixing itself has a price: at which size it pays.
 
 Without a price every iteration takes what fits its bound. With one, few tokens cost as much as many: prompts gather for
 iterations of the size that gets most done for the time it adds, and decodes go alone until all whose TPOT can be kept

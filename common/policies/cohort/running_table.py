@@ -62,12 +62,12 @@ class _Of(IntEnum):
 class RunningTable:
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
-        """By key: which is before which where a decision has no other reason."""
+        """Sequences by key: which is before which where a decision has no other reason."""
         self._cells: Numbers = np.zeros((len(_Of), 64))
         self._due_s = self._to_come = np.zeros(0)
-        """When the next token of each is due, as `promise.due_s`; and output tokens to come. As of `read`, as below."""
+        """Due time of each one's next token, as `promise.due_s`; and output tokens to come. As of `read`, as below."""
         self._missed = np.zeros(0, np.bool_)
-        """Whether each has missed its first token, as `promise.missed_first`."""
+        """Flags: its first token missed its TTFT; with a deadline, it would need twice the planned pace."""
         self._unread: set[Sequence] = set()
         """Sequences of which something may have changed since their row was filled."""
 

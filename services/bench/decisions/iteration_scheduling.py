@@ -97,7 +97,7 @@ class _Load:
 def measure(
     preset: str, queued: int, blocks: int, decisions: int, *, rows: int = 0, slo: Slo | None = None, seed: int = 0
 ) -> DecisionCost:
-    """`rows`: of an iteration at most; 0 = the default."""
+    """Measure a worker that has so many requests `queued`. `rows`: of an iteration at most; 0 = the default."""
     load = _Load(preset, queued, blocks, seed, rows, slo)
     for _ in range(decisions // 4):
         load.perform(load.decide())

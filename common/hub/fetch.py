@@ -3,7 +3,7 @@
 A process of its own, started by `model_source`: `python -m cohort.common.hub.fetch REPO REVISION CACHE`. Prints the
 snapshot's folder, or one sentence and ends with 1; progress goes to stderr. Connections, the token (HF_TOKEN), the
 endpoint (HF_ENDPOINT) and the cache's layout are huggingface_hub's business. A connection that breaks is taken up where
-it broke; files that are complete stay when the process is killed, and the next one goes on with the others.
+it broke; when the process is killed, files that are complete stay, and the next one goes on within the others' weights.
 
 Files that hold code or pickles are never fetched. What arrived is compared with the hub's listing, by SHA-256 where it
 has one and else by size, and removed where it differs. Weights come last: a snapshot with all of them is whole.
@@ -33,6 +33,7 @@ from huggingface_hub.errors import (
 
 from cohort.common.engine.config.safetensors_header import read_index
 from cohort.common.errors import ModelError
+from cohort.common.hub.leftovers import take_up
 from cohort.common.hub.model_source import INDEX, TOKENIZER_BESIDE_GGUF, WEIGHTS, HubId, near
 from cohort.common.json_files import MOST_INDEX_BYTES
 
@@ -75,6 +76,9 @@ def fetch(wanted: HubId, revision: str, cache: Path, *, with_weights: bool, ask:
     if ask and not _agreed(f"{wanted} is not on this machine. Fetch {what}? [y/N] "):
         raise ModelError(f"{wanted}: not fetched")
     sys.stderr.write(f"[model] fetching {wanted}: {what}\n")
+    for name in sorted(absent & weights):
+        with _sentences(wanted, revision):
+            _take_up(wanted, cache, name, listing)
     for names in (small, weights):
         if names:
             with _sentences(wanted, revision):
@@ -85,6 +89,12 @@ def fetch(wanted: HubId, revision: str, cache: Path, *, with_weights: bool, ask:
     for name in sorted(absent):
         _verify(wanted, snapshot / name, listing.files[name])
     return snapshot
+
+
+def _take_up(wanted: HubId, cache: Path, name: str, listing: Listing) -> None:
+    size, sha256 = listing.files[name].size, listing.files[name].sha256
+    if sha256:
+        take_up(cache / wanted.folder, wanted.repo, name, listing.commit, size=size, sha256=sha256)
 
 
 def _listing(wanted: HubId, info: ModelInfo) -> Listing:

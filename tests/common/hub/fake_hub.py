@@ -47,6 +47,8 @@ class Repository:
     breaks: dict[str, list[int]] = field(default_factory=dict)
     listed: dict[str, int] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    without_ranges: bool = False
+    """Whether a part of a file is refused (416)."""
 
 
 class FakeHub:
@@ -132,6 +134,8 @@ class FakeHub:
     async def _file(self, request: web.Request, repository: Repository, file: str) -> web.StreamResponse:
         data = repository.files[file]
         first = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        if first and repository.without_ranges:
+            return web.Response(status=416)
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
         headers["Content-Length"] = str(len(data) - first)
         if first:

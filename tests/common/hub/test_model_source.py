@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
+import random
 import subprocess
 import sys
 import time
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import WeakFileLock
 
 from cohort.common.config import Config, ModelConfig
 from cohort.common.errors import ConfigError, ModelError
+from cohort.common.hub.leftovers import take_up
 from cohort.common.hub.model_source import HubId, find, located, permission, shown_name
 from tests.common.hub.fake_hub import COMMIT, FETCHED, FILES, FakeHub, Repository, cached, safetensors
 
@@ -155,18 +159,24 @@ def test_a_cache_that_cannot_be_written_is_read_and_ours_takes_what_is_fetched(
 
 
 @pytest.mark.pipeline
-def test_a_process_that_is_killed_leaves_what_is_complete(cache: Path, hub: FakeHub) -> None:
-    """The next one asks for the rest alone."""
+@pytest.mark.parametrize("case", ["goes on", "other bytes", "refused"])
+def test_a_process_that_is_killed_is_gone_on_from(cache: Path, hub: FakeHub, case: str) -> None:
+    """The next one asks for the rest of the rest alone; for the whole file, where the rest does not fit what is there,
+    or cannot be had. Nothing is left over."""
     index = b'{"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}'
-    shards = {f"m-{number}-of-2.safetensors": safetensors(bytes(200_000 + number)) for number in (1, 2)}
+    first, second = safetensors(bytes(200_000)), safetensors(random.Random(1).randbytes(30_000_000))
+    shards = {"m-1-of-2.safetensors": first, "m-2-of-2.safetensors": second}
     files = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors.index.json": index, **shards}
-    hub.repositories["org/name"] = Repository(files, breaks={"m-2-of-2.safetensors": [100_000]})
+    repository = Repository(files, breaks={"m-2-of-2.safetensors": [25_000_000]})
+    hub.repositories["org/name"] = repository
     hub.stall = True
     command = [sys.executable, "-P", "-m", "cohort.common.hub.fetch", "org/name", "main", str(cache)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    snapshot = cache / "models--org--name" / "snapshots" / COMMIT
+    folder = cache / "models--org--name"
+    snapshot = folder / "snapshots" / COMMIT
+    written = 2 * constants.DOWNLOAD_CHUNK_SIZE
     deadline_s = time.monotonic() + 60.0
-    while not ((snapshot / "m-1-of-2.safetensors").exists() and hub.gets()["m-2-of-2.safetensors"]):
+    while not (snapshot / "m-1-of-2.safetensors").exists() or written not in sizes(folder):
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.05)
     process.kill()
@@ -174,6 +184,36 @@ def test_a_process_that_is_killed_leaves_what_is_complete(cache: Path, hub: Fake
     hub.stall = False
     with pytest.raises(ModelError, match=r"1 of 2 files of weights are missing \(m-2-of-2"):
         find("org/name")
+    if case == "other bytes":
+        [leftover] = (folder / "blobs").glob("*.incomplete")
+        leftover.write_bytes(bytes(written))
+    repository.without_ranges = case == "refused"
     hub.requests.clear()
     assert find("org/name", download="yes").path == snapshot
-    assert hub.gets() == {"m-2-of-2.safetensors": 1}
+    asked = [
+        (path.rpartition("/")[2], each) for method, path, each in hub.requests if method == "GET" and "resolve" in path
+    ]
+    whole = [] if case == "goes on" else [("m-2-of-2.safetensors", "")]
+    assert asked == [("m-2-of-2.safetensors", f"bytes={written}-"), *whole]
+    assert (snapshot / "m-2-of-2.safetensors").read_bytes() == second
+    assert sorted(sizes(folder)) == sorted({len(data) for data in files.values()})
+
+
+@pytest.mark.pipeline
+def test_a_file_that_another_process_fetches_is_left_to_it(cache: Path, hub: FakeHub) -> None:
+    """Its temporary file is as long as ever when the second begins."""
+    hub.repositories["org/name"] = Repository(dict(FILES))
+    digest = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    folder = cache / "models--org--name"
+    (folder / "blobs").mkdir(parents=True)
+    others = folder / "blobs" / f"{digest}.0a0b0c0d.incomplete"
+    others.write_bytes(FILES["model.safetensors"][:1000])
+    (cache / ".locks" / folder.name).mkdir(parents=True)
+    with WeakFileLock(cache / ".locks" / folder.name / f"{digest}.lock"):
+        take_up(folder, "org/name", "model.safetensors", COMMIT, size=len(FILES["model.safetensors"]), sha256=digest)
+    assert others.stat().st_size == 1000 and hub.requests == []
+
+
+def sizes(folder: Path) -> list[int]:
+    """Bytes of the files of a repository in the cache, whole or not."""
+    return [file.stat().st_size for file in (folder / "blobs").iterdir()]

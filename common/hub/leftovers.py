@@ -13,11 +13,11 @@ import hashlib
 import sys
 from pathlib import Path
 
-from filelock import Timeout
+from filelock import FileLock, Timeout
 from huggingface_hub import hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import WeakFileLock, build_hf_headers
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 
 def take_up(folder: Path, repo: str, name: str, commit: str, *, size: int, sha256: str) -> None:
@@ -29,7 +29,10 @@ def take_up(folder: Path, repo: str, name: str, commit: str, *, size: int, sha25
         return
     lock = folder.parent / ".locks" / folder.name / f"{sha256}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(Timeout), WeakFileLock(lock, timeout=1.0):  # held: another process is fetching it now
+    with (
+        contextlib.suppress(Timeout),
+        FileLock(lock, timeout=1.0, mode=0o664),
+    ):  # held: another process is fetching it now
         while there := _leftovers(blob):
             if len(there) > 1 or blob.exists():
                 there[0].unlink()

@@ -52,7 +52,8 @@ class Repository:
 
 
 class FakeHub:
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str, str]] = []
         """Method, path after the repository's name, and the range, of each request."""
@@ -91,9 +92,9 @@ class FakeHub:
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, self._host, 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        self.url = f"http://{self._host}:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.tokens.add(request.headers.get("Authorization", ""))

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from huggingface_hub import constants
-from huggingface_hub.utils import WeakFileLock
 
 from cohort.common.config import Config, ModelConfig
 from cohort.common.errors import ConfigError, ModelError
@@ -209,7 +209,7 @@ def test_a_file_that_another_process_fetches_is_left_to_it(cache: Path, hub: Fak
     others = folder / "blobs" / f"{digest}.0a0b0c0d.incomplete"
     others.write_bytes(FILES["model.safetensors"][:1000])
     (cache / ".locks" / folder.name).mkdir(parents=True)
-    with WeakFileLock(cache / ".locks" / folder.name / f"{digest}.lock"):
+    with FileLock(cache / ".locks" / folder.name / f"{digest}.lock"):
         take_up(folder, "org/name", "model.safetensors", COMMIT, size=len(FILES["model.safetensors"]), sha256=digest)
     assert others.stat().st_size == 1000 and hub.requests == []
 

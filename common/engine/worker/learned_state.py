@@ -1,7 +1,8 @@
 """Learned step times of a worker's scheduler, on disk over a restart.
 
 Loaded once before serving, saved now and then and at the end; the scheduler itself stays pure (`Learned`). One file per
-instance, model, device, precision, thread count and kind of scheduler: its values hold for nothing else.
+instance, model, device, precision, thread count and kind of scheduler: its values hold for nothing else. An instance
+without one, as each new container is, starts from the newest of those that differ by the instance alone.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ log = structlog.get_logger(__name__)
 
 
 class LearnedState:
-    """File of a scheduler's learned times. `profile`: file of `cohort profile` to start from instead; "" = none."""
+    """File of a scheduler's learned times. `profile`: file of `cohort profile` to start from instead; "" = none.
+    `alike`: pattern of the names of files that would do as well, `*` for what may differ."""
 
-    def __init__(self, learned: Learned, folder: Path, name: str, profile: str) -> None:
+    def __init__(self, learned: Learned, folder: Path, name: str, profile: str, alike: str = "") -> None:
         self._learned = learned
         self._path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
+        self._alike = f"{re.sub(r'[^A-Za-z0-9._*-]+', '-', alike)}.json"
         self._profile = profile
         self._saved_s = 0.0
         self._failures: set[str] = set()
@@ -39,11 +42,10 @@ class LearnedState:
     def load(self) -> str:
         """Load, and return the source: "kept", "profile" or "nothing". A stored file that cannot be read is ignored: it
         is rewritten anyway. Raises `ConfigError` for a requested profile that is none."""
-        try:
-            self._import(self._path)
-            return "kept"
-        except (OSError, ValueError):
-            pass
+        for path in (self._path, *self._newest_first()):
+            with contextlib.suppress(OSError, ValueError):
+                self._import(path)
+                return "kept"
         if not self._profile:
             return "nothing"
         try:
@@ -51,6 +53,12 @@ class LearnedState:
         except (OSError, ValueError) as error:
             raise ConfigError(f"profile: {self._profile}: {error}") from error
         return "profile"
+
+    def _newest_first(self) -> list[Path]:
+        try:
+            return sorted(self._path.parent.glob(self._alike), key=lambda path: path.stat().st_mtime, reverse=True)
+        except OSError:  # one that was renamed meanwhile
+            return []
 
     def _import(self, path: Path) -> None:
         data = path.read_bytes()

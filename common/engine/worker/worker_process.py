@@ -252,11 +252,14 @@ def _learned_state(
     rounding = rounding_of(config.model.quantization)
     rounded = "" if rounding is None else f"-{rounding}"
     rounded += "" if runner.kv_dtype == runner.dtype else f"-kv-{runner.kv_dtype}"
+    what = f"{context.model_name}-{runner.device}-{runner.dtype}{rounded}-{threads}{ranks}"
+    kind, _, _ = context.instance.partition("-")
     learned = LearnedState(
         machine.learned,
         paths.state_dir(config.state.folder) / "learned",
-        f"{context.model_name}-{runner.device}-{runner.dtype}{rounded}-{threads}{ranks}-{context.instance}-{config.policies.iteration}",
+        f"{what}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,
+        f"{what}-{kind}-*-{config.policies.iteration}",
     )
     context.log.info("step times", start=learned.load())
     return learned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,6 +47,20 @@ def test_a_profile_only_while_nothing_is_kept(tmp_path: Path) -> None:
     state.save()
     profile.write_bytes(b"ok another")
     assert LearnedState(Learner(), tmp_path / "s", "w", str(profile)).load() == "kept"
+
+
+def test_a_new_instance_starts_from_the_newest_that_is_like_it(tmp_path: Path) -> None:
+    """As a container does, whose name is another one each time."""
+    for age, name in enumerate(("m-prefill-b-x", "m-prefill-a-x", "m-decode-c-x", "m-prefill-a-y")):
+        LearnedState(Learner(f"ok {name}".encode()), tmp_path, name, "").save()
+        os.utime(tmp_path / f"{name}.json", (age, age))
+    new = Learner()
+    assert LearnedState(new, tmp_path, "m-prefill-new-x", "", "m-prefill-*-x").load() == "kept"
+    assert new.state == b"ok m-prefill-a-x"
+    own = Learner()
+    assert LearnedState(own, tmp_path, "m-prefill-b-x", "", "m-prefill-*-x").load() == "kept"
+    assert own.state == b"ok m-prefill-b-x"
+    assert LearnedState(Learner(), tmp_path, "n-prefill-new-x", "", "n-prefill-*-x").load() == "nothing"
 
 
 def test_a_broken_file_is_passed_over_a_broken_profile_is_an_error(tmp_path: Path) -> None:

@@ -19,7 +19,11 @@ from cohort.common.devices import inventory
 
 # Oldest driver on Linux that runs a build for this CUDA (CUDA compatibility: minor versions of one major share a
 # driver), the wheel family first; scripts/setup has the same table and a test holds the two equal.
-DRIVER_FOR_FAMILY: Mapping[str, tuple[int, ...]] = {"cu130": (580, 65, 6), "cu128": (570, 26), "cu126": (525, 60, 13)}
+DRIVER_FOR_FAMILY: Mapping[str, tuple[int, ...]] = {
+    "cu130": (580, 65, 6),
+    "cu129": (575, 51, 3),
+    "cu126": (525, 60, 13),
+}
 _DRIVER_FOR_CUDA_MAJOR: Mapping[int, tuple[int, ...]] = {13: (580, 65, 6), 12: (525, 60, 13), 11: (450, 80, 2)}
 
 

@@ -135,7 +135,7 @@ def test_two_at_once_wait_for_each_other(finished: dict[str, str], tmp_path: Pat
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """A virtual environment without torch; its index has no builds for CUDA 12.8, and what is installed is noted."""
+    """A virtual environment without torch; its index has no builds for CUDA 12.9, and what is installed is noted."""
     venv, cache = tmp_path / "venv", tmp_path / "cache"
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin" / "python"
@@ -145,7 +145,7 @@ case "$*" in
     *torch.__version__*) exit 1 ;;
     *"install "*torch==*) echo "$@" >>{tmp_path}/torch ;;
 esac
-case "$*" in *+cu128*) exit 1 ;; esac
+case "$*" in *+cu129*) exit 1 ;; esac
 echo 12
 """
     )
@@ -170,7 +170,7 @@ PINNED = next(
     [
         ("580.65.06", [PINNED]),  # the build that an index has without being asked
         ("590.10", [PINNED]),
-        ("570.86.10", [f"{PINNED}+cu128", f"{PINNED}+cu126"]),  # the newest that it has
+        ("575.57.08", [f"{PINNED}+cu129", f"{PINNED}+cu126"]),  # the newest that it has
         ("550.54.15", [f"{PINNED}+cu126"]),
         ("525.60.13", [f"{PINNED}+cu126"]),
     ],
@@ -210,9 +210,9 @@ def test_without_a_gpu_the_cpu_build(bare: dict[str, str], tmp_path: Path) -> No
 def test_what_cannot_be_had_is_said_with_the_ways_out(bare: dict[str, str], tmp_path: Path) -> None:
     old = setup("--no-model", **bare, COHORT_ACCELERATOR="cuda", COHORT_DRIVER="470.82.01")
     assert old.returncode == 1 and "driver 470.82.01 runs no CUDA build" in old.stderr
-    none = setup("--no-model", **bare, COHORT_ACCELERATOR="cuda", COHORT_DRIVER="570.86.10", COHORT_CUDA="cu128")
+    none = setup("--no-model", **bare, COHORT_ACCELERATOR="cuda", COHORT_DRIVER="575.57.08", COHORT_CUDA="cu129")
     assert none.returncode == 1
     for way in ("COHORT_TORCH_INDEX", "update the driver to 580.65.06", "COHORT_ACCELERATOR=cpu"):
         assert way in none.stderr
     wrong = setup("--no-model", **bare, COHORT_CUDA="cu118")
-    assert wrong.returncode == 1 and "COHORT_CUDA=cu118 is none of cu126, cu128, cu130" in wrong.stderr
+    assert wrong.returncode == 1 and "COHORT_CUDA=cu118 is none of cu126, cu129, cu130" in wrong.stderr

@@ -1,4 +1,4 @@
-"""Which flash attention computes prefill rows: FlashAttention-3, flash-attn 2, or the one inside PyTorch.
+"""Which flash attention computes prefill rows: FlashAttention-3, -4 or -2, or the one inside PyTorch.
 
 Called by `prefill`. Decided once per process, at the first prefill rows (a worker's warm-up has some), and logged with
 the reason. One that is installed is taken only where it serves this GPU and agrees with plain attention on a small
@@ -19,16 +19,17 @@ from torch import Tensor
 
 log = structlog.get_logger(__name__)
 
-PrefillAttention = Literal["flash_attn_3", "flash_attn_2", "torch"]
+PrefillAttention = Literal["flash_attn_3", "flash_attn_4", "flash_attn_2", "torch"]
 
 # query, keys, values, where rows begin in either, most queries, most keys, scale, window → [T, Hq, D]
 Flash = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, int], Tensor]
 
 _INTERFACES: dict[PrefillAttention, tuple[str, ...]] = {
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
+    "flash_attn_4": ("flash_attn.cute",),
     "flash_attn_2": ("flash_attn",),
 }
-"""Modules with the function, in the order in which they are tried."""
+"""Modules with the function, in the order in which they are tried. Beside version 4 alone `flash_attn` is a folder."""
 _HOPPER = 9
 _TOLERANCE = 2e-2  # of values about 1, rounded to bfloat16
 
@@ -92,7 +93,7 @@ def _fit(name: PrefillAttention, device: torch.device, capability: int) -> Flash
     interface = _interface(_INTERFACES[name])
     if name == "flash_attn_3" and capability != _HOPPER:
         raise _Unfit(f"needs a Hopper GPU (compute capability 9), this one has {capability}")
-    function = _calling(interface)
+    function = _calling(interface, None if name == "flash_attn_4" else -1)
     if (difference := _difference(function, device)) > _TOLERANCE:
         raise ValueError(f"differs from plain attention by {difference:.3g}")
     return function
@@ -102,7 +103,10 @@ def _interface(modules: tuple[str, ...]) -> Callable[..., Any]:
     missing = ModuleNotFoundError(modules[0])
     for module in modules:
         try:
-            function: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
+            found = importlib.import_module(module)
+            if found.__spec__ is not None and found.__spec__.origin is None:  # a folder of other modules
+                continue
+            function: Callable[..., Any] = found.flash_attn_varlen_func
         except ModuleNotFoundError as error:
             if error.name not in (module, module.partition(".")[0]):
                 raise ImportError(f"{module} lacks {error.name}") from error  # it is there, what it needs is not
@@ -111,8 +115,9 @@ def _interface(modules: tuple[str, ...]) -> Callable[..., Any]:
     raise missing
 
 
-def _calling(varlen: Callable[..., Any]) -> Flash:
-    """Wrap version 2 or 3, which name these arguments alike; early versions of 3 also return the scores' logarithms."""
+def _calling(varlen: Callable[..., Any], unbounded: int | None) -> Flash:
+    """Wrap a version; all name these arguments alike. `unbounded`: its word for a side without a window. Version 4 and
+    early versions of 3 also return the scores' logarithms."""
 
     def flash(
         query: Tensor,
@@ -135,7 +140,7 @@ def _calling(varlen: Callable[..., Any]) -> Flash:
             max_seqlen_k=max_keys,
             softmax_scale=scale,
             causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
+            window_size=(window - 1, 0) if window else (unbounded, unbounded),
         )
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return out

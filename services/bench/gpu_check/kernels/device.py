@@ -12,7 +12,7 @@ from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.context import Check
 
 _PACKAGES = (
-    *("torch", "triton", "transformers", "flash-attn", "numpy", "pyzmq", "msgspec", "structlog"),
+    *("torch", "triton", "transformers", "flash-attn-4", "flash-attn", "numpy", "pyzmq", "msgspec", "structlog"),
     *("ucxx-cu13", "ucxx-cu12", "libucx-cu13", "libucx-cu12"),
 )
 _TOOLS = ("gcc", "c++", "compute-sanitizer", "nvidia-smi", "nsys")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -97,13 +98,43 @@ def version_3(
     return by_row(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size)
 
 
+def version_4(
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    gather_kv_indices=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+):
+    """flash-attn-4's parameters, in its order; it knows no -1."""
+    assert causal and qv is None and page_table is None and -1 not in window_size
+    left, right = (-1 if side is None else side for side in window_size)
+    return by_row(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, (left, right)), None
+
+
 def version_3_beta(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return version_3(*args, **kwargs), torch.empty(0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_3.flash_attn_interface"):
+    for name in (
+        "flash_attn",
+        "flash_attn_interface",
+        "flash_attn_3",
+        "flash_attn_3.flash_attn_interface",
+        "flash_attn.cute",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     on(monkeypatch, 9)
     flash.chosen.cache_clear()
@@ -128,6 +159,7 @@ CASES = {
     "3": ("flash_attn_interface", version_3, "flash_attn_3"),
     "3 as a package": ("flash_attn_3.flash_attn_interface", version_3, "flash_attn_3"),
     "3 beta": ("flash_attn_interface", version_3_beta, "flash_attn_3"),
+    "4": ("flash_attn.cute", version_4, "flash_attn_4"),
     "2": ("flash_attn", version_2, "flash_attn_2"),
 }
 
@@ -162,7 +194,19 @@ def choice() -> tuple[str, str, str]:
     return name, entry["reason"], entry["log_level"]
 
 
-def test_version_3_comes_before_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_version_4_is_no_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package has no module `flash_attn`, and can be imported all the same."""
+    install(monkeypatch, "flash_attn.cute", raising)
+    empty = types.ModuleType("flash_attn")
+    empty.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
+    monkeypatch.setitem(sys.modules, "flash_attn", empty)
+    name, reason, level = choice()
+    assert (name, level) == ("torch", "warning")
+    assert reason.endswith("flash_attn_2 is not installed")
+
+
+def test_version_3_comes_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attn.cute", version_4)
     install(monkeypatch, "flash_attn", version_2)
     install(monkeypatch, "flash_attn_interface", version_3)
     assert choice() == ("flash_attn_3", "agrees with plain attention", "info")
@@ -179,7 +223,7 @@ def test_version_3_is_hoppers(monkeypatch: pytest.MonkeyPatch, capability: int) 
 
 
 def test_without_either_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "flash_attn_3 is not installed; flash_attn_2 is not installed"
+    reason = "; ".join(f"flash_attn_{version} is not installed" for version in (3, 4, 2))
     assert choice() == ("torch", reason, "info")
     assert flash.flash_function() is flash._torch_flash
 

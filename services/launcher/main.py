@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 EXIT_WRONG = 2
 _LOCAL = (GATEWAY, MONITOR)
 """Processes that listen on this machine wherever the others are."""
+_STAGES = {"gateways": StopStage.GATEWAY, "workers": StopStage.WORKERS}
+"""Processes of --only."""
 MODEL_TIMEOUT_S = 3600.0
 
 
@@ -58,7 +60,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         given = "workers" in keys_of(options.config) | overrides.keys()
         if options.stop or options.status:
             config = load_config(options.config, preset=options.preset, overrides=overrides)
-            files = RunFiles(paths.run_dir(config.gateway.port))
+            files = _run_files(options, config)
             return (control.stop if options.stop else control.status)(files, config.gateway.port)
         if options.on is None and options.gateways:
             raise ConfigError("--gateways: for a pipeline on several machines (--on ray); here gateway.processes=N")
@@ -83,18 +85,24 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
-    preflight.check(config, model)
+    preflight.check(config, model, api=options.only != "workers", workers=options.only != "gateways")
     plans = plan(config, preflight.usable_cores())
-    files = RunFiles(paths.run_dir(config.gateway.port))
+    if options.only is not None:
+        stage = _STAGES[options.only]
+        plans = [each for each in plans if each.stage is stage]
+    files = _run_files(options, config)
     if options.detach:
         return _detach(options, arguments, files, plans, config.gateway.port if any_port else 0)
     with files.claim():
         preflight.check_ports(plans)
         preflight.raise_open_file_limit()
         files.write_config(dump_config(config))
-        return asyncio.run(
-            _supervise(config, plans, files, lambda _: LocalHosts(files), options.notify_fd, summary(config, gpus))
-        )
+        box = "" if options.only == "gateways" else summary(config, gpus)
+        return asyncio.run(_supervise(config, plans, files, lambda _: LocalHosts(files), options.notify_fd, box))
+
+
+def _run_files(options: argparse.Namespace, config: Config) -> RunFiles:
+    return RunFiles(options.run_dir or paths.run_dir(config.gateway.port), logs_to_stdout=options.only is not None)
 
 
 def _serve_on_ray(
@@ -202,13 +210,17 @@ async def _supervise(
 
     def ready() -> None:
         console.freeze()
-        console.print_line(ready_text(config))
+        stages = {process.stage for process in plans}
+        console.print_line(
+            ready_text(config) if len(stages) > 1 else f"ready: {', '.join(each.instance for each in plans)}"
+        )
         starter.ready()
 
     pipeline = Pipeline(files, console, record)
     hosts = hosts_of(pipeline)
     supervisor = Supervisor(pipeline, hosts, plans)
-    acts = config.planner.mode == "act"  # then the monitor refuses to plan where there is nothing to order from
+    # Where there is nothing to order from, as in a container, the monitor refuses to plan.
+    acts = config.planner.mode == "act" and not files.logs_to_stdout
     orders = WorkerOrders(config, supervisor, hosts).listening(files.folder) if acts else contextlib.nullcontext()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -124,6 +124,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ray=local: on a Ray of this machine alone (needs the extra ray)",
     )
     where.add_argument(
+        "--only",
+        choices=("gateways", "workers"),
+        help="start these alone, of a pipeline whose other processes run elsewhere (section endpoints); their logs go "
+        "to standard output. docker-compose.yml has all workers of a machine in one container by it",
+    )
+    where.add_argument("--run-dir", type=Path, metavar="FOLDER", help="folder of sockets and logs (default: by --port)")
+    where.add_argument(
         "--gateways", metavar="N|all", help="with --on ray: nodes with a gateway each, this one first (default: 1)"
     )
     background = parser.add_argument_group("in the background")

@@ -42,12 +42,15 @@ class _TokenizerFile(msgspec.Struct):
     model: msgspec.Raw
 
 
-def check(config: Config, model: Path) -> None:
-    """Check a resolved configuration. Raises `ConfigError`, `ModelError`."""
+def check(config: Config, model: Path, *, api: bool = True, workers: bool = True) -> None:
+    """Check a resolved configuration, of a host with gateways (`api`), workers or both. Raises `ConfigError`,
+    `ModelError`."""
     check_adapters(config, model)
-    check_exposure(config)
-    check_certificate(config)
-    check_host(config, model)
+    check_exposure(config, api=api)
+    if api:
+        check_certificate(config)
+    if workers:
+        check_host(config, model)
 
 
 def check_model(folder: Path, *, with_weights: bool = True) -> None:
@@ -125,9 +128,11 @@ def check_adapters(config: Config, model: Path) -> None:
         check_lora(config.model.lora, read_geometry(model), base)
 
 
-def check_exposure(config: Config) -> None:
-    """Raise `ConfigError` for openings that an oversight leaves to strangers on other machines."""
-    exposure.check_api(config)
+def check_exposure(config: Config, *, api: bool = True) -> None:
+    """Raise `ConfigError` for openings that an oversight leaves to strangers on other machines. `api`: it is served
+    from here."""
+    if api:
+        exposure.check_api(config)
     exposure.check_endpoints(config)
 
 

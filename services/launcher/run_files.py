@@ -6,7 +6,8 @@ run/<port>/             0700
   resolved.yaml         the configuration all processes read
   restart.json          which processes are to be restarted, until the launcher has read it
   *.sock                inboxes of the processes
-  logs/<instance>.log   output of each process; .1 is what came before, of this run or the last
+  logs/<instance>.log   output of each process; .1 is what came before, of this run or the last. In a container all
+                        goes to standard output, whose keeper limits it
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import private_folder
 
+STANDARD_OUTPUT = Path("/dev/stdout")
 LAUNCHER_LOG, TEMPLATE_LOG = "launcher", "templates"
 LOG_BYTES = 256 << 10
 """The most that is read of a log at once."""
@@ -113,8 +115,9 @@ class LauncherState(msgspec.Struct, frozen=True):
 
 
 class RunFiles:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, logs_to_stdout: bool = False) -> None:
         self.folder = folder
+        self.logs_to_stdout = logs_to_stdout
         self.config_file = folder / "resolved.yaml"
         self.logs = folder / "logs"
         self._state_file = folder / "launcher.json"
@@ -122,7 +125,7 @@ class RunFiles:
         self._wanted_file = folder / "restart.json"
 
     def log_file(self, instance: str) -> Path:
-        return self.logs / f"{instance}.log"
+        return STANDARD_OUTPUT if self.logs_to_stdout else self.logs / f"{instance}.log"
 
     def make(self) -> None:
         """Make the folders for their owner alone: sockets have no other protection, and logs may show what users do."""
@@ -191,7 +194,7 @@ class RunFiles:
     def start_log(self, instance: str) -> None:
         """Begin an empty log and keep the last one as .1."""
         path = self.log_file(instance)
-        if path.exists():
+        if path.exists() and not self.logs_to_stdout:
             path.replace(path.with_suffix(".log.1"))
 
     def limit_log(self, instance: str) -> None:
@@ -204,6 +207,8 @@ class RunFiles:
 
     def log_tail(self, instance: str, lines: int) -> list[str]:
         """Return the last lines of a log, empty ones left out."""
+        if self.logs_to_stdout:
+            return []  # they have been shown
         try:
             with self.log_file(instance).open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))

@@ -111,7 +111,8 @@ class Supervisor:
             async with asyncio.TaskGroup() as self._tasks:
                 for process in self._processes:
                     process.task = self._tasks.create_task(self._guarded(self._supervise(process)))
-                watching = (self._announce(on_ready), self._watch_logs(), self._watch_stopped(), self._rolling.run())
+                watching = [self._announce(on_ready), self._watch_stopped(), self._rolling.run()]
+                watching += [] if self._files.logs_to_stdout else [self._watch_logs()]
                 helpers = [self._tasks.create_task(self._guarded(work)) for work in watching]
                 await self._stopping.wait()
                 await self._stop_all()

@@ -1,8 +1,9 @@
 """Builds the C++ extension once per source, torch and processor, into a cache folder that the caller names.
 
-Called by `native` at first use and by the set-up (`python -m cohort.kernels.cpu.build FOLDER`). Runs the compiler
-directly: four files need no build system. Two processes that build at once are serialised by a file lock, and the
-library appears by an atomic rename, so a reader never sees half of one. Never loads the library.
+Called by `native` at first use and by the set-up (`python -m cohort.kernels.cpu.build FOLDER`); in a container with
+`--built FOLDER`, where its image has what was compiled while it was made: right for a processor of the same kind. Runs
+the compiler directly: four files need no build system. Two processes that build at once are serialised by a file lock,
+and the library appears by an atomic rename, so a reader never sees half of one. Never loads the library.
 """
 
 from __future__ import annotations
@@ -168,11 +169,28 @@ def build(cache: Path, report: Callable[[str], None] = _quiet, *, force: bool = 
     return target
 
 
+def take_built(built: Path, cache: Path) -> bool:
+    """Copy the library from another cache folder. Return whether there is one for this source, torch and processor."""
+    source, target = library_path(built), library_path(cache)
+    if target.exists() or not source.exists():
+        return target.exists()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            Path(shutil.copy(source, work)).replace(target)
+        _close_to_others(target)
+    except OSError as error:
+        raise KernelBuildError(f"cannot write to {target.parent}: {error}") from error
+    return True
+
+
 def main() -> int:
     """Build with one line of progress, for people and set-up scripts."""
     parser = argparse.ArgumentParser(prog="python -m cohort.kernels.cpu.build", description="Build the C++ kernels.")
     parser.add_argument("cache", type=Path, metavar="FOLDER", help="Cohort's cache folder")
-    cache = parser.parse_args().cache
+    parser.add_argument("--built", type=Path, metavar="FOLDER", help="a cache folder that may have them already")
+    options = parser.parse_args()
+    cache: Path = options.cache
     started_s = time.monotonic()
 
     def show(message: str) -> None:
@@ -181,6 +199,8 @@ def main() -> int:
         print(f"{start}kernels: {message} ({time.monotonic() - started_s:.0f} s)", end=end, flush=True)
 
     try:
+        if options.built is not None and not take_built(options.built, cache):
+            show(f"{options.built} has none for this processor")
         path = build(cache, show)
     except KernelBuildError as error:
         show("not built; the torch reference will be used")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cohort.kernels.cpu import build as build_module
-from cohort.kernels.cpu.build import build, build_key, find_compiler, library_path
+from cohort.kernels.cpu.build import build, build_key, find_compiler, library_path, take_built
 from cohort.kernels.errors import KernelBuildError
 
 
@@ -64,6 +64,20 @@ def test_only_the_owner_may_read_what_was_built(fake_compiler, tmp_path, older):
         os.umask(before)
     assert [stat.S_IMODE(each.stat().st_mode) & 0o077 for each in made] == [0] * 4
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_what_an_image_has_is_taken_by_a_processor_of_the_same_kind(fake_compiler, tmp_path, monkeypatch):
+    image, cache = tmp_path / "image", tmp_path / "cache"
+    assert not take_built(image, cache) and not cache.exists()
+    build(image)
+    compiled = calls(fake_compiler)
+    assert take_built(image, cache) and take_built(image, cache)
+    path = build(cache)
+    assert path.read_text() == "built\n" and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert calls(fake_compiler) == compiled
+    monkeypatch.setattr(build_module, "_cpu_identity", lambda: "another processor")
+    assert not take_built(image, cache)
+    assert build(cache) != path and calls(fake_compiler) > compiled
 
 
 def test_two_builds_at_once_compile_once(fake_compiler, tmp_path):

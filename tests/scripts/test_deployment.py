@@ -23,8 +23,8 @@ from cohort.common.process import metrics
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "worker", "prefill_worker")
-PROCESSES += ("decode_worker",)
+PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "workers")
+PROCESSES += ("prefill_worker_cpu", "decode_worker_cpu")
 
 # Keys of the compose specification that this file may use; anything else is a mistake.
 TOP_KEYS = {"name", "services", "networks", "volumes"}
@@ -48,9 +48,9 @@ SERVICE_KEYS = {
     "read_only",
     "restart",
     "security_opt",
+    "shm_size",
     "stop_grace_period",
     "tmpfs",
-    "ulimits",
     "volumes",
 }
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
@@ -63,25 +63,22 @@ def test_only_keys_of_the_specification():
         assert set(service.get("healthcheck", {})) <= HEALTH_KEYS, name
 
 
-def test_one_service_per_process_for_gpu_and_for_cpu():
+def test_workers_on_gpus_are_in_one_container_and_others_in_one_each():
     assert set(PROCESSES) <= set(SERVICES)
-    for worker in ("prefill_worker", "decode_worker"):
-        gpu, cpu = SERVICES[worker], SERVICES[f"{worker}_cpu"]
-        assert gpu["profiles"] == ["gpu-roles"] and cpu["profiles"] == ["cpu"]
-        assert "deploy" not in cpu
-        differ = {"deploy", "profiles", "volumes", "environment", "mem_limit"}
-        assert {k: v for k, v in cpu.items() if k not in differ} == {k: v for k, v in gpu.items() if k not in differ}
-        assert [mount for mount in gpu["volumes"] if mount not in cpu["volumes"]] == ["claims:/var/lib/cohort-claims"]
+    assert [name for name, service in SERVICES.items() if service.get("profiles") == ["gpu"]] == ["workers"]
+    for name in ("prefill_worker_cpu", "decode_worker_cpu"):
+        assert SERVICES[name]["profiles"] == ["cpu"] and "deploy" not in SERVICES[name]
+    assert "replicas" not in SERVICES["workers"]["deploy"]  # a worker on eight GPUs is one, not eight that wait
 
 
-def test_every_gpu_worker_sees_all_gpus_and_the_claims_of_the_whole_host():
-    workers = [SERVICES[name] for name in ("worker", "prefill_worker", "decode_worker")]
-    for service in workers:
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        # A number would be the same first GPUs for every container.
-        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
-        assert "claims:/var/lib/cohort-claims" in service["volumes"]
-        assert set(service["environment"]) >= {"COHORT_GPUS", "COHORT_WORKERS_PER_GPU"}
+def test_workers_see_all_gpus_the_claims_of_the_whole_host_and_memory_to_meet_in():
+    service = SERVICES["workers"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    # A number would be the same first GPUs for every container.
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert "claims:/var/lib/cohort-claims" in service["volumes"]
+    assert service["shm_size"] == "${COHORT_SHM:-8g}"  # Docker's 64 MB are too few for NCCL
+    assert set(service["environment"]) >= {"COHORT_GPUS", "COHORT_WORKERS_PER_GPU", "COHORT_TENSOR_PARALLEL"}
     assert COMPOSE["volumes"]["claims"] == {"name": "cohort-gpu-claims"}  # not one for each project
     engine = load_config([ROOT / "configs" / "compose.yaml"]).engine
     assert engine.claim_dir == "/var/lib/cohort-claims" and engine.claim_wait_s >= 60
@@ -89,15 +86,15 @@ def test_every_gpu_worker_sees_all_gpus_and_the_claims_of_the_whole_host():
     assert re.search(r"chown cohort:cohort .*/var/lib/cohort-claims", dockerfile)
 
 
-def test_one_variable_is_the_number_of_workers():
-    assert SERVICES["worker"]["profiles"] == ["gpu"]
-    assert SERVICES["worker"]["deploy"]["replicas"] == "${COHORT_GPUS:-1}"
+def test_a_host_is_asked_for_no_more_descriptors_than_it_gives():
+    """Processes raise their limit as far as they may."""
+    assert not any("ulimits" in service for service in SERVICES.values())
 
 
 def test_every_process_is_watched_restarted_and_given_time_to_drain():
     config = load_config([ROOT / "configs" / "compose.yaml"])
     for name, service in SERVICES.items():
-        if name.removesuffix("_cpu") not in PROCESSES:
+        if name not in PROCESSES:
             continue
         assert service["restart"] == "unless-stopped"
         assert service["healthcheck"]["test"][0] == "CMD"
@@ -112,7 +109,7 @@ def test_no_container_takes_the_host():
     assert {pids for pids, _ in limits.values()} == {"${COHORT_PIDS:-4096}"}
     workers = {name: limit for name, (_, limit) in limits.items() if "worker" in name}
     gpu, cpu = "${COHORT_WORKER_MEMORY:-64g}", "${COHORT_WORKER_MEMORY:-8g}"
-    assert workers == {name: cpu if name.endswith("_cpu") else gpu for name in workers} and len(workers) == 5
+    assert workers == {name: cpu if name.endswith("_cpu") else gpu for name in workers} and len(workers) == 3
     others = {limit for name, (_, limit) in limits.items() if name not in workers and name != "model"}
     assert others == {"${COHORT_MEMORY:-6g}"}
 

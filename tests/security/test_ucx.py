@@ -72,7 +72,7 @@ def test_an_operators_choice_of_interfaces_stands():
 
 @pytest.mark.parametrize("where", ["one machine", "several machines"])
 def test_held_to_memory_it_listens_nowhere(where: str):
-    """As docker/cuda-ipc.yml does."""
+    """As docker-compose.yml does for `workers`."""
     assert listens_on(where, UCX_TLS="sm,self") == set()
 
 

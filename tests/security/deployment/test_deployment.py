@@ -99,7 +99,7 @@ def test_an_unclear_word_is_refused(tmp_path: Path):
 
 
 def test_the_other_processes_start_as_before(tmp_path: Path):
-    config = configured(tmp_path, "prefill_worker", COHORT_HOST="w1")
+    config = configured(tmp_path, "prefill_worker_cpu", COHORT_HOST="w1")
     assert config.endpoints.worker == "tcp://w1:0"
     assert config.security.curve_secret_key_file.startswith("/var/cache/cohort/")
     exposure.check_endpoints(config)
@@ -359,21 +359,13 @@ def test_images_have_exact_tags_and_take_a_digest():
     assert python == "${COHORT_PYTHON_IMAGE:-" + re.findall(r"^ARG PYTHON_IMAGE=(.*)$", dockerfile, re.M)[0] + "}"
 
 
-def test_memory_is_shared_among_workers_alone_and_only_on_request():
-    services = overlay("cuda-ipc.yml")
-    keeper = services.pop("namespaces")
-    assert set(services) == set(WORKERS)
-    for name, service in services.items():
-        assert service["ipc"] == service["pid"] == "service:namespaces", name
-        assert not {"cap_add", "privileged"} & set(service)
-        # No KV in clear on a network: UCX has memory transports only where it may be used beside a key.
-        assert set(service["environment"]["UCX_TLS"].split(",")) <= {"cuda_copy", "cuda_ipc", "sm", "self"}
-        assert service["command"][:3] == SERVICES[name]["command"]
-        assert service["command"][3] == "--config"
-        options = ROOT / Path(service["command"][4]).relative_to("/opt/cohort/src")
-        assert load_config([options]).transfer.plain_links_allowed
-    assert keeper["ipc"] == "shareable" and keeper["network_mode"] == "none"
-    assert keeper["cap_drop"] == ["ALL"] and keeper["read_only"] is True
+def test_kv_that_nothing_encrypts_stays_in_the_memory_of_one_container(tmp_path: Path):
+    """UCX has memory transports only, and only there it may be used beside a key: no KV in clear on a network."""
+    assert set(SERVICES["workers"]["environment"]["UCX_TLS"].split(",")) <= {"cuda_copy", "cuda_ipc", "sm", "self"}
+    assert configured(tmp_path, "workers").transfer.plain_links_allowed
+    for name in WORKERS:
+        if name != "workers":
+            assert not configured(tmp_path, name).transfer.plain_links_allowed, name
 
 
 def test_grafana_has_no_known_password():

@@ -31,7 +31,7 @@ class LocalHosts:
     def __init__(self, files: RunFiles) -> None:
         self._files = files
         self._forks: dict[bool, Forks] = {}
-        """Of workers and, without torch, of all others."""
+        """Templates of workers and, without torch, of all others."""
         self._held: dict[str, list[socket.socket]] = {}
         """Sockets that a process serves and the launcher keeps, so that connections wait while the process is away."""
 

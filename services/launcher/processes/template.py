@@ -26,7 +26,7 @@ from typing import Any
 
 LARGEST_ORDER_BYTES = 1 << 16
 MOST_DESCRIPTORS = 32
-"""That an order may bring: the log and the sockets of every address."""
+"""Descriptors with an order at most: the log, and the sockets of every address."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

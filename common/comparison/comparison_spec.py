@@ -105,7 +105,7 @@ class Compared(_Section, frozen=True):
     """A system: its preset, options over it, and how many instances have which role ({}: the preset's shares). `usual`
     false: run only when it is named. `variants`: further options, of which the best at the specification's tuning seeds
     is shown of each workload at a load. `clairvoyant`, simulated alone: lengths are known, and only requests come that
-    the bound keeps; so what it keeps could be kept."""
+    the bound keeps on this share of the capacity; so what it keeps could be kept."""
 
     preset: str
     set: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class Compared(_Section, frozen=True):
     usual: bool = True
     note: str = ""
     variants: list[dict[str, Any]] | UnsetType = UNSET
-    clairvoyant: bool | UnsetType = UNSET
+    clairvoyant: Annotated[float, msgspec.Meta(gt=0, le=1)] | UnsetType = UNSET
 
 
 class Spec(_Section, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.bound.least_work import Instance, Prices, jobs, new_tokens
@@ -71,8 +71,10 @@ class AtMost:
     left_out: dict[int, None]
 
 
-def at_most(sim: SimCluster, workload: Workload, judges: Callable[[WorkItem], bool]) -> AtMost | None:
-    """Bound how many of the judged requests any scheduler could keep, with lengths and arrivals known. None where SciPy
+def at_most(
+    sim: SimCluster, workload: Workload, judges: Callable[[WorkItem], bool], capacity: float = 1.0
+) -> AtMost | None:
+    """Bound how many of the judged requests any scheduler could keep, with lengths and arrivals known, on this share of the capacity. None where SciPy
     is missing, iterations scatter, or users who ask when they are answered are judged: nothing bounds those."""
     try:
         from cohort.services.simulator.bound.relaxation import most_fitting
@@ -92,7 +94,7 @@ def at_most(sim: SimCluster, workload: Workload, judges: Callable[[WorkItem], bo
         longest=sim.longest,
         horizon_s=sim.options.horizon_s,
     )
-    fitting = most_fitting(len(able), resources)
+    fitting = most_fitting(len(able), [replace(each, capacity=capacity * each.capacity) for each in resources])
     stays = {judged[index] for index, share in zip(able, fitting.shares, strict=True) if share >= 0.5}
     return AtMost(fitting.most, dict.fromkeys(index for index in judged if index not in stays))
 

@@ -58,9 +58,9 @@ def measure(cell: Cell) -> CellResult:
 
     sim = SimCluster(config, cluster, model, workload, options, roles)
     most, left_out = at_most(sim, workload, judges), list[WorkItem]()
-    if cell.compared.clairvoyant and most is not None:
-        left_out = [workload.items[number] for number in most.left_out]
-        stays = (item for number, item in enumerate(workload.items) if number not in most.left_out)
+    if cell.compared.clairvoyant and (chosen := at_most(sim, workload, judges, cell.compared.clairvoyant)):
+        left_out = [workload.items[number] for number in chosen.left_out]
+        stays = (item for number, item in enumerate(workload.items) if number not in chosen.left_out)
         workload = replace(workload, items=tuple(stays))
         sim = SimCluster(config, cluster, model, workload, options, roles)
     waits = Waits(sim, judges, ended=[(item, False) for item in left_out])

@@ -182,7 +182,7 @@ def test_a_variant_is_chosen_on_some_seeds_and_judged_on_the_others(trace: str, 
 
 def test_what_is_known_beforehand_is_left_out_of_a_clairvoyant_system(trace: str, tmp_path: Path) -> None:
     part = {"trace": trace, "rate": 90, "ttft_s": 0.1, "tpot_s": 0.05}
-    systems = {"cohort": {"preset": "cohort"}, "clairvoyant": {"preset": "cohort", "clairvoyant": True}}
+    systems = {"cohort": {"preset": "cohort"}, "clairvoyant": {"preset": "cohort", "clairvoyant": 0.7}}
     changes = {"systems": systems, "workloads": {"one": {"parts": [part]}}, "model": "llama-13b"}
     spec = load_spec(str(written(tmp_path, trace, **changes, cluster="a100-80:1")))
     asked = comparison.cells(spec, seeds=[0], loads=[1.0])

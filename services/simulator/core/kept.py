@@ -74,8 +74,9 @@ class AtMost:
 def at_most(
     sim: SimCluster, workload: Workload, judges: Callable[[WorkItem], bool], capacity: float = 1.0
 ) -> AtMost | None:
-    """Bound how many of the judged requests any scheduler could keep, with lengths and arrivals known, on this share of the capacity. None where SciPy
-    is missing, iterations scatter, or users who ask when they are answered are judged: nothing bounds those."""
+    """Bound how many of the judged requests any scheduler could keep on a share of the capacity, with lengths and
+    arrivals known. None where SciPy is missing, iterations scatter, or users who ask when they are answered are judged:
+    nothing bounds those."""
     try:
         from cohort.services.simulator.bound.relaxation import most_fitting
     except ImportError:

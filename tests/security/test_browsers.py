@@ -28,6 +28,7 @@ from cohort.services.global_monitor.live import live_state
 from cohort.services.global_monitor.live_views import LiveViews
 from cohort.services.global_monitor.page import ClusterState
 from cohort.services.global_monitor.server import LiveFeed
+from cohort.services.global_monitor.window import figures
 from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site, site  # noqa: F401
 
 ASK: dict[str, Any] = {"prompt": "The sea", "max_tokens": 4}
@@ -186,7 +187,7 @@ class _NoExporter:
 @pytest.fixture
 async def page() -> AsyncIterator[TestClient[web.Request, web.Application]]:
     def state(_: float) -> ClusterState:
-        return ClusterState("n", "m", 0.0, [], [], 0.0, 0.0, 0.0, 0.0, [], {})
+        return ClusterState("n", "m", 0.0, [], [], figures({}, 0.0), {}, 0.0, 0.0, 0.0, 0.0, [], {})
 
     guard = BrowserGuard("127.0.0.1", (), option="monitor.allowed_hosts")
     looking = LiveViews(Cluster(silence_s=3.0, history_s=9.0), lambda: 0.0, lambda peer, message: None)

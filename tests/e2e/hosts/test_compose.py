@@ -234,11 +234,10 @@ def test_one_container_has_the_workers_of_all_gpus(
             processes = launched(stack, "workers")
             assert len(processes) == workers
             killed = str(next(iter(processes.values())))
-            stack.compose("exec", "-T", "workers", "kill", "-9", killed)  # the launcher starts it again
+            stack.compose("exec", "-T", "workers", "sh", "-c", f"kill -9 {killed}")  # the launcher starts it again
             assert asyncio.run(stack.load(streams=6, tokens=64)) == [64] * 6
-            assert (
-                asyncio.run(stack.load(streams=6, tokens=400, disturbance=["workers"])) == [400] * 6
-            )  # so does Docker
+            answers = asyncio.run(stack.load(streams=6, tokens=400, disturbance=["workers"]))  # so does Docker
+            assert answers == [400] * 6
             stack.until_workers(workers)
             claims = [event for event in stack.events("workers") if event["event"] == "device claimed"]
             assert len(claims) == 2 + degree + 2 and {each["index"] for each in claims} == {0, 1}

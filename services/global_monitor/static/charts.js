@@ -64,7 +64,7 @@ function chart({ title, curves, format, log = false, most, slo }, ages, span) {
   svg, ticks.map(tick => h("span", { class: "y", style: `top:${100 - 100 * at(tick)}%` }, format(tick))),
   [1, Math.round(span / 120) * 60 / span].map(share => h("span", { class: "x", style: `left:${100 - 100 * share}%` }, `−${duration(span * share)}`)),
   h("span", { class: "x last" }, "now"),
-  slo ? h("span", { class: "slo", style: `top:${100 - 100 * at(slo)}%` }, `SLO ${format(slo)}`) : null, cursor);
+  slo ? h("span", { class: at(slo) > 0.8 ? "slo below" : "slo", style: `top:${100 - 100 * at(slo)}%` }, `SLO ${format(slo)}`) : null, cursor);
   const spot = event => (1 - (event.clientX - plot.getBoundingClientRect().left) / plot.clientWidth) * span;
   plot.addEventListener("pointermove", event => move(Math.max(0, Math.min(span, spot(event)))));
   plot.addEventListener("pointerleave", () => move(null));

@@ -18,16 +18,15 @@ import msgspec
 from cohort.common import paths
 from cohort.common.config import Config, load_config
 from cohort.common.devices import host_memory, inventory
-from cohort.common.devices.fit import host_need, need
+from cohort.common.devices.fit import check_host_fit, host_need, need
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.http import exposure
 from cohort.common.hub.model_source import located
 from cohort.common.process.other_programs import OtherPrograms
 from cohort.services.cli.checks import files, machine, pipeline
-from cohort.services.cli.checks.finding import Finding, fine, problem, skipped
+from cohort.services.cli.checks.finding import Finding, fine, problem, refused, skipped
 from cohort.services.cli.checks.reading import Reading
-from cohort.services.launcher.box import check_host
 from cohort.services.launcher.run_files import RunFiles
 
 EPILOG = """\
@@ -155,13 +154,13 @@ def memory(config: Config, folder: Path) -> Finding:
     geometry = read_geometry(folder, config.model.quantization)
     if config.on_gpu:
         return fine("memory", f"of its GPU a worker needs {need(config, folder, geometry).summary}")
+    wanted = host_need(config, folder, geometry, computes_bfloat16=host_memory.computes_bfloat16())
     try:
-        check_host(config, folder)
+        name = config.model.served_name or folder.name
+        check_host_fit(config, name, wanted, available, len(config.instance_roles))
     except ConfigError as error:
-        says, _, cure = str(error).partition("; ")
-        return problem("memory", says, cure)
-    held = host_need(config, folder, geometry, computes_bfloat16=host_memory.computes_bfloat16()).weights
-    return machine.memory(config, held or files.weights_bytes(folder), available)
+        return refused("memory", error)
+    return machine.memory(config, wanted.weights or files.weights_bytes(folder), available)
 
 
 def of_pipeline(url: str, *, wanted: bool) -> Iterator[Finding]:

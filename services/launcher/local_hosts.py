@@ -17,7 +17,7 @@ from cohort.common.types import InstanceId
 from cohort.services.launcher.box import check_added_worker
 from cohort.services.launcher.hosts import Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
-from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.child import Child, started
 from cohort.services.launcher.processes.forks import Fork, Forks
 from cohort.services.launcher.run_files import TEMPLATE_LOG, RunFiles
 
@@ -51,7 +51,7 @@ class LocalHosts:
         forks = self._forks.get(_is_worker(plan))
         if forks is not None:
             return await forks.child(command, log, environment, held)
-        return Child(command, log, {**environment, **listeners.environment(held)}, held)
+        return started(command, log, environment, held)
 
     def _held_of(self, plan: ProcessPlan) -> list[socket.socket]:
         """Return the sockets held for the process; none where they cannot be bound: the process then reports why."""

@@ -20,7 +20,7 @@ from cohort.common.errors import ConfigError, ModelError, TransferError
 from cohort.common.http.tls import TlsFiles, load
 from cohort.common.transport import ucx_devices
 from cohort.common.transport.ucx_devices import UcxChoice
-from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
+from cohort.services.cli.checks.finding import Finding, fine, problem, refused, size, skipped, warning
 from cohort.services.launcher.models.default_model import is_complete
 from cohort.services.launcher.models.gguf_folder import gguf_file
 from cohort.services.launcher.preflight import WEIGHT_PATTERNS, check_model
@@ -66,8 +66,7 @@ def model(config: Config, folder: Path) -> Finding:
             return fine(name, f"{file.name}, {size(file.stat().st_size)} of weights in GGUF")
         check_model(folder, with_weights=config.model.weights == "files")
     except (ModelError, OSError, ValueError) as error:
-        says, _, cure = str(error).partition("; ")
-        return problem(name, says, cure or "name a local folder in Hugging Face format: --model FOLDER")
+        return refused(name, error, "name a local folder in Hugging Face format: --model FOLDER")
     shown = config.model.served_name or folder.name
     kept = f"{size(weights_bytes(folder))} of" if config.model.weights == "files" else "random"
     return fine(name, f"{shown}, {kept} weights")

@@ -35,6 +35,12 @@ def problem(check: str, says: str, cure: str) -> Finding:
     return Finding(check, "problem", says, cure)
 
 
+def refused(check: str, error: Exception, cure: str = "") -> Finding:
+    """Return what the start would refuse, in its words. `cure`: where the error names none behind a semicolon."""
+    says, _, named = str(error).partition("; ")
+    return problem(check, says, named or cure)
+
+
 def size(count: float) -> str:
     """Format a number of bytes for a person."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

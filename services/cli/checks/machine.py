@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cohort.common.config import Config
 from cohort.common.devices.fit import check_host_kv
 from cohort.common.errors import ConfigError
-from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
+from cohort.services.cli.checks.finding import Finding, fine, problem, refused, size, skipped, warning
 from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.preflight import check_ports
 
@@ -106,8 +106,7 @@ def memory(config: Config, weights_bytes: int, available_bytes: int) -> Finding:
     try:
         check_host_kv(config, weights_bytes, available_bytes, workers)
     except ConfigError as error:
-        says, _, cure = str(error).partition("; ")
-        return problem(name, says, cure)
+        return refused(name, error)
     wanted = workers * (weights_bytes + config.kv.cpu_bytes + config.kv.host_memory_bytes)
     return fine(name, f"{workers} workers want about {size(wanted)}, {size(available_bytes)} are available")
 

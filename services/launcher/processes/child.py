@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cohort.common.errors import CohortError
+from cohort.common.http.listeners import environment as passed
 from cohort.common.keys.private_files import open_private
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -112,6 +113,13 @@ class Child(Running):
 
     def _exit_code(self) -> int:
         return self._process.wait()
+
+
+def started(
+    command: Sequence[str], log_file: Path, environment: Mapping[str, str], listeners: Sequence[int] = ()
+) -> Child:
+    """Start a process that serves `listeners`, by descriptor."""
+    return Child(command, log_file, {**environment, **passed(listeners)}, listeners)
 
 
 def adopt_orphans() -> None:

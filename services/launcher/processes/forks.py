@@ -14,9 +14,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cohort.common.http.listeners import environment as passed
 from cohort.common.keys.private_files import open_private
-from cohort.services.launcher.processes.child import Child, Running, adopt_orphans
+from cohort.services.launcher.processes.child import Child, Running, adopt_orphans, started
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
 _READY_TIMEOUT_S = 120.0
@@ -113,7 +112,7 @@ class Forks:
             return await self.prepare(environment).fork(command[3], command[4:], log_file, listeners)
         except OSError:
             self._templates.pop(_key(environment), None)
-            return Child(command, log_file, {**environment, **passed(listeners)}, listeners)
+            return started(command, log_file, environment, listeners)
 
     def prepare(self, environment: Mapping[str, str]) -> Template:
         """Return the template of an environment, which begins to import if it is new."""

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.http.listeners import environment as passed
 from cohort.common.http.ports import free_port
 from cohort.services.launcher import hosts
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.local_hosts import LocalHosts
 from cohort.services.launcher.plan import ProcessPlan, StopStage
-from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.child import Child, started
 from cohort.services.launcher.processes.forks import Forks
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.launcher.supervisor import Supervisor
@@ -43,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
             self, command: Sequence[str], log_file: Path, environment: Mapping[str, str], listeners: Sequence[int] = ()
         ) -> Child:
             forked.append((self._modules, command[2]))
-            return Child(command, log_file, {**environment, **passed(listeners)}, listeners)
+            return started(command, log_file, environment, listeners)
 
     monkeypatch.setattr("cohort.services.launcher.local_hosts.Forks", Unforked)
     return forked

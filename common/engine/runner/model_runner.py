@@ -325,7 +325,8 @@ class ModelRunner:
 
     def use_threads(self, threads: int) -> None:
         """Compute with so many OpenMP threads from the next step on."""
-        self._threads, self._prepared_thread = threads, 0
+        if threads != self._threads:
+            self._threads, self._prepared_thread = threads, 0
 
     def compile_steps(self) -> None:
         if self._device_steps is not None:

@@ -29,6 +29,7 @@ from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.runner.model_runner import Done, ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
+from cohort.common.engine.worker.shared_cores import SharedCores
 from cohort.common.errors import ModelError
 from cohort.common.machines.effects import LoadAdapter
 from cohort.common.machines.events import AdapterFailed, AdapterLoaded
@@ -47,8 +48,10 @@ class CpuDevice:
     """Whether a step leaves the processor free: the results of the step before are then sent while it computes. On a
     processor that would only take the step's own time."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, cores: SharedCores | None = None) -> None:
+        """`cores`: which threads a step may have; None = always the runner's."""
         self.runner = runner
+        self.cores = cores
         self.free_bytes = 0
         """Free device memory at the last `update_free_bytes`, for the worker's reports."""
 
@@ -79,8 +82,8 @@ class GpuDevice(CpuDevice):
         self.free_bytes = int(free)
 
 
-def device_of(runner: ModelRunner) -> CpuDevice:
-    return GpuDevice(runner) if runner.device.type == "cuda" else CpuDevice(runner)
+def device_of(runner: ModelRunner, cores: SharedCores | None = None) -> CpuDevice:
+    return GpuDevice(runner) if runner.device.type == "cuda" else CpuDevice(runner, cores)
 
 
 @dataclass(slots=True)
@@ -122,7 +125,11 @@ class EngineThreads:
                 loop.call_soon_threadsafe(_set, launched)
 
         self._engine_thread.submit(self._launch, plan, batch, at_it, computed)
-        return StepUnderWay(plan, batch, sampling, now_s, launched, asyncio.wrap_future(computed))
+        output = asyncio.wrap_future(computed)
+        if (cores := self._device.cores) is not None:
+            cores.begin()
+            output.add_done_callback(lambda _: cores.end())
+        return StepUnderWay(plan, batch, sampling, now_s, launched, output)
 
     async def run_between_steps(self, work: Callable[[], _Result]) -> _Result:
         """Run `work` on the engine thread, while no step runs."""
@@ -141,6 +148,8 @@ class EngineThreads:
         try:
             with self._runner.remote_copies(plan.copies), self._copier.around(plan.copies):
                 if batch.num_rows:
+                    if (cores := self._device.cores) is not None:
+                        self._runner.use_threads(cores.share())
                     self._gaps.on_start()
                     try:
                         step = self._runner.launch(batch)

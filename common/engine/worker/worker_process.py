@@ -6,6 +6,7 @@ Called by the worker services. Decides where the engine runs and how large the c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import random
@@ -49,6 +50,7 @@ from cohort.common.engine.worker.devices import (
 )
 from cohort.common.engine.worker.engine_threads import device_of
 from cohort.common.engine.worker.learned_state import LearnedState
+from cohort.common.engine.worker.shared_cores import SharedCores
 from cohort.common.engine.worker.timeline import Timeline, timeline_file
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
@@ -273,10 +275,12 @@ async def load_ready_runner(
     followers: Followers | None = None,
     instance: str = "",
     grouped: bool = False,
+    cores: SharedCores | None = None,
 ) -> ModelRunner:
     """Load a runner that compiles nothing any more: warm, the copies of host slots included. Where others compute on
     the same cores it loads with one thread: each of their steps waits for the slower of the cores."""
     crowded = os.environ.get("OMP_WAIT_POLICY") == "passive" and own.device.type == "cpu" and followers is None
+    crowded = crowded or (cores is not None and cores.share() < threads)
     if config.engine.batch_invariant:  # which is judged by the number of threads
         crowded = False
     in_engine = asyncio.get_running_loop().run_in_executor
@@ -332,13 +336,17 @@ async def _serve(
     config, role = context.config, own.role
     started = time.monotonic()
     grouped = policies.groups_layers(config)
-    runner = await load_ready_runner(
-        config, max(1, threads // own.local_ranks), own, engine, followers, context.instance, grouped
-    )
+    cores = None
+    if own.device.type == "cpu" and followers is None:
+        cores = SharedCores(context.run_dir / "computing", context.instance, threads=threads, cores=len(own_cores()))
+    with contextlib.nullcontext() if cores is None else cores.computing():
+        runner = await load_ready_runner(
+            config, max(1, threads // own.local_ranks), own, engine, followers, context.instance, grouped, cores
+        )
     if followers is not None:
         followers.watch(asyncio.get_running_loop())
     await asyncio.get_running_loop().run_in_executor(engine, runner.use_grammars)
-    device = device_of(runner)
+    device = device_of(runner, cores)
     device.enter_loop()
     warnings = engine_warnings(runner, config, own.sharers)
     for warning in warnings:

@@ -24,7 +24,7 @@ from pathlib import Path
 _SLOTS = 32
 _BYTES = 8 * _SLOTS
 _LASTS_S, _RENEWED_S = 0.25, 0.05
-"""How long a slot holds, and how often it is renewed: an event loop may be late by the difference."""
+"""Time for which a slot holds, and after which it is renewed: an event loop may be late by the difference."""
 
 
 class SharedCores:

@@ -1,9 +1,13 @@
-"""Notices iterations that take far longer than was learned, for a warning on the live page: usually other programs have
-the processors. Sampled at heartbeats, so that iterations cost nothing more. Called by `WorkerMetrics`; decides nothing.
+"""Notices iterations that take far longer than usual, for a warning on the live page: usually other programs have the
+processors. Sampled at heartbeats, so that iterations cost nothing more. Called by `WorkerMetrics`; decides nothing.
+
+What is usual begins as what was learned and follows slowly: within seconds the learned times are those of the slow
+machine, and would call it usual.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -13,12 +17,15 @@ from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_s
 from cohort.common.process.other_programs import OtherPrograms, pipeline_root
 
 TOO_SLOW = 3.0
-"""Ratio of measured to learned time from which a person is told."""
+"""Ratio of measured to usual time from which a person is told."""
 _CAUSE = 0.2
 """Share of the processors from which other programs are named as the cause."""
 _SAMPLES, _LEAST = 12, 4
 _FORGOTTEN_S = 10.0
 _PROC_EVERY_S = 2.0
+_FOLLOWS, _QUANTILE = 0.005, 0.3
+"""Step, in logarithms, by which the usual time follows a sample, towards this quantile of them: in four minutes of
+iterations by a factor of two in the slower direction, in two minutes in the faster one."""
 
 
 class SlowIterations:
@@ -28,6 +35,8 @@ class SlowIterations:
         self._times = times
         self._others = others or OtherPrograms(pipeline_root())
         self._ratios: deque[float] = deque(maxlen=_SAMPLES)
+        self._usual: dict[tuple[int, ...], float] = {}
+        """Logarithm of the usual seconds of an iteration, by the octaves of its shape."""
         self._share: float | None = None
         self._sampled_s = self._looked_s = float("-inf")
 
@@ -47,11 +56,17 @@ class SlowIterations:
         if now_s - self._looked_s >= _PROC_EVERY_S:
             self._looked_s, self._share = now_s, self._others.share()
         cause = f": other programs take {self._share:.0%} of the processors" if (self._share or 0.0) >= _CAUSE else ""
-        return f"iterations take {middle:.1f} times what was learned{cause}"
+        return f"iterations take {middle:.1f} times their usual time{cause}"
 
     def _ratio(self, plan: IterationPlan, latency_s: float) -> float:
-        """Return measured over learned time; 0 if nothing was learned of such an iteration."""
+        """Return measured over usual time; 0 if nothing was learned of such an iteration."""
         if self._times is None or plan.drafted or plan.has_grammars or plan.copies or not plan.rows:
             return 0.0
-        learned_s = self._times.table.estimate(plan_shape(plan))
-        return latency_s / learned_s if learned_s else 0.0
+        shape = plan_shape(plan)
+        learned_s = self._times.table.estimate(shape)
+        if not learned_s:
+            return 0.0
+        octaves = tuple([count.bit_length() for count in shape])
+        usual, measured = self._usual.get(octaves, math.log(learned_s)), math.log(latency_s)
+        self._usual[octaves] = usual + _FOLLOWS * (_QUANTILE if measured > usual else _QUANTILE - 1.0)
+        return math.exp(measured - usual)

@@ -98,12 +98,12 @@ def test_a_picture_is_of_the_last_minute() -> None:
 
 
 def test_what_is_down_or_warns_stands_out() -> None:
-    site = Site(process("gateway", warnings=("iterations take 4 times what was learned",)), process("decode-0"))
+    site = Site(process("gateway", warnings=("iterations take 4 times their usual time",)), process("decode-0"))
     site.now_s = 9.0
-    site.beat(process("gateway", warnings=("iterations take 4 times what was learned",)))
+    site.beat(process("gateway", warnings=("iterations take 4 times their usual time",)))
     assert any("\x1b[1;31mdown: decode-0" in line for line in shown(site.reading(), coloured=True))
     assert not any("\x1b" in line for line in shown(site.reading()))
-    assert "gateway: iterations take 4 times what was learned" in shown(site.reading())
+    assert "gateway: iterations take 4 times their usual time" in shown(site.reading())
 
 
 def test_watched_it_draws_until_it_is_interrupted(

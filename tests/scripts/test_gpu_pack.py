@@ -128,6 +128,8 @@ def section(folder: Path, name: str, pytest_options: str) -> str:
     return told.stdout
 
 
+@another_of_its_kind()
+@pytest.mark.slow
 def test_every_test_is_collected(tmp_path: Path) -> None:
     """A file that cannot be imported is a row that fails."""
     told = section(tmp_path, "tests", "--collect-only")

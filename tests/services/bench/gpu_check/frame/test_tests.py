@@ -87,6 +87,7 @@ def test_one_that_fails_hides_none_of_the_others(tmp_path: Path) -> None:
     assert rows(tmp_path, "pass") == (0, [*BEFORE, *after])
 
 
+@another_of_its_kind()
 def test_a_crash_loses_no_row_before_it(tmp_path: Path) -> None:
     assert rows(tmp_path, "os._exit(5)") == (5, BEFORE)
 

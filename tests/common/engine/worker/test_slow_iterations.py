@@ -11,7 +11,6 @@ from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.policies.step_times.step_cost import BatchShape
 
-
 SHAPE = BatchShape.of_decodes(4, 900)
 
 

@@ -1,0 +1,1 @@
+"""Cohort beside other servers on one machine: what `scripts/opponents` runs."""

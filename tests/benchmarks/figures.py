@@ -31,7 +31,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p50_ms: float | None
     sent: int
     whole: int
-    """Answers that have the planned length."""
+    """Answers that ended without an error and have a permitted length."""
     duration_s: float
     foreign: float
     stolen: float

@@ -34,6 +34,7 @@ from tests.benchmarks.figures import Measurement, foreign_share, table
 from tests.benchmarks.servers import ROOT, TICKS_PER_S, Running, Server, ServerFailed, all_servers, started
 
 QUESTIONS = tuple(Path(__file__).with_name("questions.txt").read_text(encoding="utf-8").splitlines())
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 SAMPLING: dict[str, dict[str, float]] = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.7, "top_p": 0.9}}
 LEAST_REQUESTS = 8
 REQUEST_TIMEOUT_S = 300.0
@@ -56,7 +57,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--requests-per-user", type=int, default=2, metavar="N", help=f"default: %(default)s; {LEAST_REQUESTS} in all"
     )
-    parser.add_argument("--output-tokens", type=int, default=96, metavar="N", help="default: %(default)s")
+    parser.add_argument("--output-tokens", type=int, default=96, metavar="N", help="at most (default: %(default)s)")
+    parser.add_argument("--ignore-eos", action="store_true", help="exactly so many, also beyond an answer's end")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of an opponent")
     parser.add_argument("--port", type=int, default=9100, help="first of the hundred ports used (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=default_model_dir(), help="the one the opponents were made for")
@@ -64,17 +66,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bodies(model: str, sampling: str, count: int, output_tokens: int, key: str) -> list[bytes]:
-    """Return `count` requests: questions from a place of the list that `key` decides, each behind a number of its own,
-    so that no server has its prompt in a cache."""
+def bodies(model: str, sampling: str, count: int, output_tokens: int, ignore_eos: bool, key: str) -> list[bytes]:
+    """Return `count` requests: questions from a place of the list that `key` decides. Each has a number of its own in
+    the system's message, so that no server has its prompt in a cache; before the question it would change the answer.
+    """
     first = crc32(key.encode())
     return [
         msgspec.json.encode(
             {
                 "model": model,
-                "messages": [{"role": "user", "content": f"No. {(first + 7919 * index) % 1_000_000}: {question}"}],
+                "messages": [
+                    {"role": "system", "content": f"Chat {(first + 7919 * index) % 1_000_000}. {SYSTEM}"},
+                    {"role": "user", "content": question},
+                ],
                 "max_tokens": output_tokens,
-                "ignore_eos": True,
+                "ignore_eos": ignore_eos,
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 **SAMPLING[sampling],
@@ -120,9 +126,14 @@ async def measure(
     server, key = running.server, f"{number} {sampling} {users} {attempt}"
     running.send(signal.SIGCONT)
     try:
-        await _awake(running, bodies(running.model, sampling, min(users, 4), WARM_UP_TOKENS, f"warm {key}"))
+        await _awake(running, bodies(running.model, sampling, min(users, 4), WARM_UP_TOKENS, True, f"warm {key}"))
         requests = bodies(
-            running.model, sampling, max(LEAST_REQUESTS, users * args.requests_per_user), args.output_tokens, key
+            running.model,
+            sampling,
+            max(LEAST_REQUESTS, users * args.requests_per_user),
+            args.output_tokens,
+            args.ignore_eos,
+            key,
         )
         machine, began_s = Machine(running), time.monotonic()
         log = await send(server, requests, users, args.output_tokens)
@@ -131,6 +142,7 @@ async def measure(
     finally:
         running.send(signal.SIGSTOP)
     duration_s, processors = run_duration_s(log.records), os.cpu_count() or 1
+    least = args.output_tokens if args.ignore_eos else 1
     overall = slice_figures(log.records, duration_s, SloLimits())
     return Measurement(
         round=number,
@@ -142,7 +154,7 @@ async def measure(
         ttft_p50_ms=overall.ttft_ms.p50 if overall.ttft_ms else None,
         tpot_p50_ms=overall.tpot_ms.p50 if overall.tpot_ms else None,
         sent=len(requests),
-        whole=sum(r.status == "completed" and r.output_tokens == args.output_tokens for r in log.records),
+        whole=sum(r.status == "completed" and least <= r.output_tokens <= args.output_tokens for r in log.records),
         duration_s=duration_s,
         foreign=foreign_share(busy_s=busy_s, measured_s=measured_s, wall_s=wall_s, processors=processors),
         stolen=stolen_s / wall_s / processors,

@@ -83,8 +83,9 @@ def _hand_out(sent: list[tuple[asyncio.Queue[list[int] | None], list[int] | None
         tokens.put_nowait(ids)
 
 
-def generation_config(body: dict[str, Any]) -> Any:
+def generation_config(body: dict[str, Any], eos: int) -> Any:
     config = openvino_genai.GenerationConfig()
+    config.set_eos_token_id(eos)
     config.max_new_tokens = body["max_tokens"]
     config.ignore_eos = bool(body.get("ignore_eos"))
     if temperature := body.get("temperature", 0):
@@ -94,12 +95,12 @@ def generation_config(body: dict[str, Any]) -> Any:
     return config
 
 
-def chat(engine: Engine, tokenizer: Tokenizer, template: jinja2.Template) -> Callable[[web.Request], Any]:
+def chat(engine: Engine, tokenizer: Tokenizer, template: jinja2.Template, eos: int) -> Callable[[web.Request], Any]:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         text = template.render(messages=body["messages"], add_generation_prompt=True)
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
-        tokens = engine.add(prompt, generation_config(body))
+        tokens = engine.add(prompt, generation_config(body, eos))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         decoder, count = DecodeStream(skip_special_tokens=True), 0
@@ -125,12 +126,14 @@ async def application(folder: Path, threads: int) -> web.Application:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     template = jinja2.Environment().from_string((folder / "chat_template.jinja").read_text())
 
+    eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
+
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": folder.name, "object": "model"}]})
 
     made = web.Application()
     made.router.add_get("/v1/models", models)
-    made.router.add_post("/v1/chat/completions", chat(Engine(folder, threads), tokenizer, template))
+    made.router.add_post("/v1/chat/completions", chat(Engine(folder, threads), tokenizer, template, eos))
     return made
 
 

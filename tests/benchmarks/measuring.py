@@ -229,7 +229,11 @@ def main() -> int:
         say(f"error: not in {args.folder}: {', '.join(sorted(unknown))}; there are {', '.join(known) or 'none'}")
         return 2
     servers = [*servers[:2], *(each for each in servers[2:] if each.name in (args.opponents or known))]
-    result, target = facts(servers, args), str(args.json or args.folder / "result.json")
+    try:
+        result, target = facts(servers, args), str(args.json or args.folder / "result.json")
+    except ServerFailed as error:
+        say(f"error: {error}")
+        return 1
 
     def publish(found: list[Measurement]) -> None:
         rows = [{**msgspec.structs.asdict(each), "verdict": each.verdict} for each in found]

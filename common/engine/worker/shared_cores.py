@@ -5,10 +5,11 @@
 
 Two threads that wait for each other in every operator are slow beyond measure beside two others: a thread spins through
 its time slice while its partner has none, and a step of 60 ms took 1.2 s. With one thread for each nobody waits.
-Answers do not change: a position's bits do not depend on the number of threads (ADR 14).
+Where a position's bits do not depend on the number of threads (ADR 14 has the exceptions), answers do not change.
 
 Slots are times in a file of the pipeline's run folder, mapped by all its workers. They run out by themselves, so a
-worker that was killed or stopped takes nobody's cores.
+worker that was killed or stopped takes nobody's cores; one from before the machine's restart, whose clock began anew,
+lies too far ahead to be anybody's.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class SharedCores:
     def share(self) -> int:
         """Return the threads to compute with now; at least one. From any thread."""
         now_s = self._now_s()
-        others = sum([until_s > now_s for until_s in self._slots])
-        others -= self._slots[self._own] > now_s
+        computing = [0.0 < until_s - now_s < 2 * _LASTS_S for until_s in self._slots]
+        others = sum(computing) - computing[self._own]
         return self._threads if not others else max(1, min(self._threads, self._cores // (1 + others)))
 
     def begin(self) -> None:

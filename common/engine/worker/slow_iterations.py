@@ -67,6 +67,6 @@ class SlowIterations:
         if not learned_s:
             return 0.0
         octaves = tuple([count.bit_length() for count in shape])
-        usual, measured = self._usual.get(octaves, math.log(learned_s)), math.log(latency_s)
+        usual, measured = self._usual.get(octaves, math.log(learned_s)), math.log(max(latency_s, 1e-9))
         self._usual[octaves] = usual + _FOLLOWS * (_QUANTILE if measured > usual else _QUANTILE - 1.0)
         return math.exp(measured - usual)

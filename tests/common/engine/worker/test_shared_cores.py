@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,21 +66,35 @@ def test_a_killed_worker_takes_nobodys_cores(tmp_path: Path) -> None:
         "        await asyncio.sleep(60)\n"
         "asyncio.run(run())\n"
     )
-    clock = Clock()
-    clock.now_s = 0.0  # for which every time that a process has said is still to come
-    mine = SharedCores(tmp_path / "c", "prefill-0", threads=2, cores=2, now_s=clock)
+    mine = SharedCores(tmp_path / "c", "prefill-0", threads=2, cores=2)
     process = subprocess.Popen([sys.executable, "-c", words, str(tmp_path / "c")], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"computes\n"
-        assert mine.share() == 1
+        wait_for_share(mine, 1)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert mine.share() == 1
-        clock.now_s = float("inf")
-        assert mine.share() == 2
+        wait_for_share(mine, 2)
     finally:
         process.kill()
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def wait_for_share(cores: SharedCores, threads: int) -> None:
+    """However late a loaded machine lets the other say so."""
+    deadline_s = time.monotonic() + 30.0
+    while cores.share() != threads:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_slot_from_before_the_machine_started_anew_takes_nobodys_cores(tmp_path: Path) -> None:
+    async def fill() -> None:
+        clock = Clock()
+        clock.now_s = 9000.0
+        SharedCores(tmp_path / "c", "decode-0", threads=2, cores=2, now_s=clock).begin()
+
+    asyncio.run(fill())
+    assert SharedCores(tmp_path / "c", "prefill-0", threads=2, cores=2, now_s=Clock()).share() == 2

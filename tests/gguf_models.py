@@ -82,8 +82,8 @@ def write_gguf(model: Any, file: Path, kind: str, *, extra: Callable[[Any], None
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     writer.add_value_length(model.model.layers[0].self_attn.head_dim)
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_bos_token_id(config.bos_token_id)
     if extra is not None:
         extra(writer)
     with torch.no_grad():

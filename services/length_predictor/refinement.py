@@ -101,7 +101,9 @@ class Refiner:
 
     def _with_quantiles(self, mean: float) -> Floats:
         spread = math.sqrt(self._variance)
-        return self._calibration.adjusted(np.concatenate([[mean], mean + spread * _NORMAL_QUANTILES]))
+        found = self._calibration.adjusted(np.concatenate([[mean], mean + spread * _NORMAL_QUANTILES]))
+        found[0] = mean  # the weights learn it
+        return found
 
     # -- on disk -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from cohort.services.length_predictor.calibration import OnlineCalibration
 
@@ -36,7 +37,9 @@ def test_a_limit_below_the_quantile_teaches_it_nothing() -> None:
     assert calibration.shifts[1:].tolist() == [0.0, 0.0]
 
 
-def test_the_mean_is_left_alone() -> None:
-    calibration = OnlineCalibration()
-    calibration.shifts += 1.0
-    assert calibration.adjusted(np.array([1.0, 1.0, 1.0, 1.0])).tolist() == [1.0, 2.0, 2.0, 2.0]
+def test_the_mean_follows_answers_that_are_a_third_as_long() -> None:
+    random = np.random.default_rng(5)
+    calibration, raw = OnlineCalibration(), np.array([4.125, 4.0, 4.64, 5.16])
+    for _ in range(400):
+        calibration.observe(calibration.adjusted(raw), random.normal(4.0 - np.log(3.0), 0.5), log_limit=9.0)
+    assert np.exp(calibration.adjusted(raw)[0] - raw[0]) == pytest.approx(1 / 3, rel=0.25)

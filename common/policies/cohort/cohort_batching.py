@@ -92,8 +92,9 @@ class CohortBatching(IterationScheduler):
         """Sequences that hold KV on the device."""
         self._ranked: Indices = self._running.ranked()
         """Places of these in the order in which they keep it."""
-        self._started: dict[Sequence, None] = {}
-        """Sequences of these with a prompt to compute still."""
+        self._started: dict[Sequence, int] = {}
+        """Sequences of these with a prompt to compute still, and their computed positions when they were ranked last;
+        -1 = they are to be ranked anew."""
         self._swapped: set[Attempt] = set()
         self._unasked: list[Sequence] = []
         """Prompts of which the prefix cache was not asked yet."""
@@ -125,7 +126,7 @@ class CohortBatching(IterationScheduler):
         if sequence.phase is Phase.RUNNING:
             self._running.add(sequence)
             if sequence.uncomputed > 1:
-                self._started[sequence] = None
+                self._started[sequence] = sequence.computed
         elif sequence.phase is Phase.SWAPPED:
             self._swapped.add(sequence.key)
         if sequence.phase is not Phase.RUNNING or sequence.uncomputed > 1:
@@ -151,6 +152,10 @@ class CohortBatching(IterationScheduler):
             self._ended = 0
             self._earn(ran, tokens)
             self._learn(ran, tokens, kv)
+        for sequence in news.revised:
+            self._running.changed(sequence)
+            if sequence in self._started:
+                self._started[sequence] = -1
         if news.runs:
             self._computed(now_s)
         times = self.table.step_times
@@ -163,8 +168,6 @@ class CohortBatching(IterationScheduler):
         if prompts.first is not None and self._ask(now_s, kv, prompts.first):
             prompts = self._plan_prompts(now_s)
         first = prompts.first
-        for sequence in news.revised:
-            self._running.changed(sequence)
         builder = BatchBuilder(self._limits, kv, partial(self._holders, now_s))
         decoding = self._running.decoding(self._ranked)
         yielded = first is not None and self._make_way(now_s, builder, kv, first)
@@ -319,7 +322,7 @@ class CohortBatching(IterationScheduler):
             step_s = self.table.estimate(lasting_shape(table, rows)) or 0.0
             more = rows - count
             if first is not None and not self._crowded and self._may_share(now_s, first):
-                more = self._newcomers()
+                more = admissible_rows(table, rows, step_s, self._headroom)
             most = max(started, more, rows - count)
             count = min(count, rows - min(waiting, most, max(1, rows // _LENT)))
             if count < len(decoding):
@@ -345,12 +348,13 @@ class CohortBatching(IterationScheduler):
 
     def _computed(self, now_s: float) -> None:
         """Take the progress of prompts that have started over into their queue; finished ones leave it."""
-        for sequence in list(self._started):
+        for sequence, ranked in list(self._started.items()):
             if sequence.uncomputed <= 1:
                 self._prompts.remove(sequence)
                 del self._started[sequence]
-            else:
+            elif sequence.computed != ranked:
                 self._prompts.changed(now_s, sequence)
+                self._started[sequence] = sequence.computed
 
     def _aim(self, now_s: float, decodes: BatchShape, decoding: Indices, first: Sequence | None) -> float:
         """Return the seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it.
@@ -453,11 +457,13 @@ class CohortBatching(IterationScheduler):
                     break
                 continue
             wanted = min(sequence.to_compute, tokens_left)
-            within_s = self._aim_s
-            if held or is_one_of_many(sequence) or self._fitting(batch, sequence, wanted, within_s) < wanted:
-                within_s = rest_s
+            within_s, fitting = self._aim_s, -1
+            if not held and not is_one_of_many(sequence):
+                fitting = self._fitting(batch, sequence, wanted, within_s)
+            if fitting < wanted and (fitting < 0 or rest_s != within_s):
+                within_s, fitting = rest_s, self._fitting(batch, sequence, wanted, rest_s)
             share = partial(self._share, batch, sequence, within_s, least)
-            count = share(wanted)
+            count = max(fitting, min(least, wanted))
             if count <= 0:
                 return batch
             if not held and not self._running.fits(kv, sequence, real_time=self._goes_first(now_s, sequence)):
@@ -470,7 +476,7 @@ class CohortBatching(IterationScheduler):
             row = builder.last_row
             if not held:
                 self._running.add(sequence)
-                self._started[sequence] = None
+                self._started[sequence] = -1
             tokens_left -= row.count
             least = max(0, least - row.count)
             self._budget += row.count

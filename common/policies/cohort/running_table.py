@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from enum import IntEnum, auto
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,42 +34,51 @@ _STRETCH = 0.1
 """Share of a TPOT by which an iteration may be longer for what its requests have won."""
 
 
-class _Of(IntEnum):
-    """Columns."""
+class _Of:
+    """Columns: plain numbers, as an enumeration's members take longer to read than a column."""
 
     KNOWN = 0
-    COMPUTED = auto()
-    ARRIVED = auto()  # time
-    PRIORITY = auto()
-    EFFORT = auto()  # 1 = best-effort
-    CHOICES = auto()
-    PROMPT = auto()  # tokens
-    START = auto()  # tokens known when the promise began
-    PREDICTED = auto()  # output tokens
-    LAST = auto()  # position behind the last that is predicted to be computed here
-    END = auto()  # position behind the last that may be computed here
-    TPOT = auto()  # seconds; 0 = none promised
-    FIRST_DUE = auto()  # time; infinite = nothing was promised
-    DUE = auto()  # time from which its tokens' due times count
-    ANCHOR = auto()  # time of its first token here; infinite = its mean TPOT does not count from there
-    EARNS = auto()  # 1 = its first token was this worker's
-    NAMED = auto()  # 1 = the TPOT is the client's own, not a guess from a deadline
-    BY_DEADLINE = auto()  # 1 = a deadline stands for the TTFT
-    DEADLINE = auto()  # 1 = it has a deadline
-    LOST = auto()  # 1 = its first token missed its TTFT
+    COMPUTED = 1
+    ARRIVED = 2  # time
+    PRIORITY = 3
+    EFFORT = 4  # 1 = best-effort
+    CHOICES = 5
+    PROMPT = 6  # tokens
+    START = 7  # tokens known when the promise began
+    PREDICTED = 8  # output tokens
+    LAST = 9  # position behind the last that is predicted to be computed here
+    END = 10  # position behind the last that may be computed here
+    TPOT = 11  # seconds; 0 = none promised
+    FIRST_DUE = 12  # time; infinite = nothing was promised
+    DUE = 13  # time from which its tokens' due times count
+    ANCHOR = 14  # time of its first token here; infinite = its mean TPOT does not count from there
+    EARNS = 15  # 1 = its first token was this worker's
+    NAMED = 16  # 1 = the TPOT is the client's own, not a guess from a deadline
+    BY_DEADLINE = 17  # 1 = a deadline stands for the TTFT
+    DEADLINE = 18  # 1 = it has a deadline
+    LOST = 19  # 1 = its first token missed its TTFT
+    COUNT = 20
 
 
 class RunningTable:
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         """Sequences by key: which is before which where a decision has no other reason."""
-        self._cells: Numbers = np.zeros((len(_Of), 64))
+        self._cells: Numbers = np.zeros((_Of.COUNT, 64))
+        self._rows: Numbers = self._cells[:, :0]
+        """Those of the sequences here, without the room for more."""
         self._due_s = self._to_come = np.zeros(0)
         """Due time of each one's next token, as `promise.due_s`; and output tokens to come. As of `read`, as below."""
         self._missed = np.zeros(0, np.bool_)
         """Flags: its first token missed its TTFT; with a deadline, it would need twice the planned pace."""
         self._unread: set[Sequence] = set()
         """Sequences of which something may have changed since their row was filled."""
+        self._starting: set[Sequence] = set()
+        """Sequences without a first token when their row was filled."""
+        self._deadlines = self._efforts = 0
+        """Sequences with a deadline; and best-effort ones."""
+        self._demands: dict[tuple[int, bool], _Demand] = {}
+        """By block size and whether of real-time sequences alone: what `fits` has asked for since `read`."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -85,10 +94,18 @@ class RunningTable:
         at, count = bisect_left(self.sequences, sequence.key, key=_key), len(self.sequences)
         if count == self._cells.shape[1]:
             self._cells = np.concatenate([self._cells, np.zeros_like(self._cells)], axis=1)
-        self._cells[:, at + 1 : count + 1] = self._cells[:, at:count].copy()
+        if at < count:
+            self._cells[:, at + 1 : count + 1] = self._cells[:, at:count].copy()
         self.sequences.insert(at, sequence)
-        self._unread.add(sequence)
+        self._rows = self._cells[:, : count + 1]
         self._fill(at, sequence)
+        self._efforts += sequence.request.traffic_class != "rt"
+        self._deadlines += bool(sequence.request.slo.deadline_s)
+        if sequence.prefill_done_s is None:
+            self._starting.add(sequence)
+        for (size, real_time), demand in self._demands.items():
+            if not real_time or sequence.request.traffic_class == "rt":
+                self._demands[size, real_time] = demand.with_one(sequence, size)
 
     def remove(self, sequence: Sequence) -> bool:
         """Return whether it was here."""
@@ -97,7 +114,12 @@ class RunningTable:
             return False
         self._cells[:, at : count - 1] = self._cells[:, at + 1 : count].copy()
         del self.sequences[at]
+        self._rows = self._cells[:, : count - 1]
+        self._efforts -= sequence.request.traffic_class != "rt"
+        self._deadlines -= bool(sequence.request.slo.deadline_s)
         self._unread.discard(sequence)
+        self._starting.discard(sequence)
+        self._demands.clear()
         return True
 
     def changed(self, sequence: Sequence) -> None:
@@ -107,21 +129,26 @@ class RunningTable:
 
     def read(self, now_s: float) -> None:
         """Take over the progress of all."""
-        for sequence in list(self._unread):
+        begun = {sequence for sequence in self._starting if sequence.prefill_done_s is not None}
+        for sequence in self._unread | begun:
             at = self._at(sequence)
             assert at is not None, f"{sequence.key} is to be read and not here"
             self._fill(at, sequence)
-            if sequence.prefill_done_s is not None:
-                self._unread.remove(sequence)
-        count = len(self.sequences)
-        self._cells[_Of.KNOWN, :count] = [len(sequence.tokens) for sequence in self.sequences]
-        self._cells[_Of.COMPUTED, :count] = [sequence.computed for sequence in self.sequences]
-        known, tpots, outputs = self._get(_Of.KNOWN), self._get(_Of.TPOT), self._get(_Of.KNOWN) - self._get(_Of.PROMPT)
-        self._due_s = self._get(_Of.DUE) + (known - self._get(_Of.START)) * tpots
-        self._to_come = self._get(_Of.PREDICTED) - outputs
-        pace_lost = now_s > self._due_s + 0.5 * np.maximum(0.0, self._to_come) * tpots
-        later = np.where(self._get(_Of.BY_DEADLINE) > 0.0, pace_lost, self._get(_Of.LOST) > 0.0)
-        self._missed = np.where(outputs > 0.0, later, now_s > self._get(_Of.FIRST_DUE))
+        self._starting -= begun
+        self._unread.clear()
+        self._demands.clear()
+        rows = self._rows
+        rows[_Of.KNOWN] = [len(sequence.tokens) for sequence in self.sequences]
+        rows[_Of.COMPUTED] = [sequence.computed for sequence in self.sequences]
+        known, tpots = rows[_Of.KNOWN], rows[_Of.TPOT]
+        outputs = known - rows[_Of.PROMPT]
+        self._due_s = rows[_Of.DUE] + (known - rows[_Of.START]) * tpots
+        self._to_come = rows[_Of.PREDICTED] - outputs
+        later: Flags = rows[_Of.LOST] > 0.0
+        if self._deadlines:
+            pace_lost = now_s > self._due_s + 0.5 * np.maximum(0.0, self._to_come) * tpots
+            later = np.where(rows[_Of.BY_DEADLINE] > 0.0, pace_lost, later)
+        self._missed = np.where(outputs > 0.0, later, now_s > rows[_Of.FIRST_DUE])
 
     def _fill(self, at: int, sequence: Sequence) -> None:
         request, slo, first_s = sequence.request, sequence.request.slo, sequence.prefill_done_s
@@ -152,32 +179,29 @@ class RunningTable:
             promised and bool(slo.ttft_s) and first_s is not None and first_s > first_due_s,
         )
 
-    def _get(self, column: _Of) -> Numbers:
-        return self._cells[column, : len(self.sequences)]
-
     @property
     def most_choices(self) -> int:
         """Largest number of choices of a request."""
-        return int(self._get(_Of.CHOICES).max(initial=0))
+        return int(self._rows[_Of.CHOICES].max(initial=0))
 
     @property
     def real_time(self) -> int:
         """Number of real-time sequences."""
-        return len(self.sequences) - int(self._get(_Of.EFFORT).sum())
+        return len(self.sequences) - self._efforts
 
     @property
     def targets(self) -> Numbers:
         """Positions of each to compute with the tokens known now."""
-        return np.minimum(self._get(_Of.KNOWN), self._get(_Of.END))
+        return np.minimum(self._rows[_Of.KNOWN], self._rows[_Of.END])
 
     @property
     def known(self) -> int:
         """Known tokens of all, as of the last decision."""
-        return int(self._get(_Of.KNOWN).sum())
+        return int(self._rows[_Of.KNOWN].sum())
 
     def context(self, chosen: Indices) -> int:
         """Return the positions that decode rows of these attend to."""
-        return int(self._get(_Of.COMPUTED)[chosen].sum()) + len(chosen)
+        return int(self._rows[_Of.COMPUTED][chosen].sum()) + len(chosen)
 
     def at(self, places: Indices) -> list[Sequence]:
         """Return the sequences of these rows."""
@@ -195,15 +219,16 @@ class RunningTable:
         a promise that can be kept before a broken one, least slack before most. Slack is what a sequence has won and
         will still win: one near its end could not make up for a pause, but frees its blocks soon anyway. Without
         `by_slack`: the youngest gives way."""
-        effort, came = self._get(_Of.EFFORT), (self._get(_Of.ARRIVED), self._get(_Of.PRIORITY))
+        came = (self._rows[_Of.ARRIVED], self._rows[_Of.PRIORITY])
+        effort = (self._rows[_Of.EFFORT],) if self._efforts else ()
         if not by_slack:
-            return np.lexsort((*came, effort))
-        slack_s = self._due_s + _MADE_UP * np.maximum(0.0, self._to_come) * self._get(_Of.TPOT)
-        return np.lexsort((*came, slack_s, self._missed, effort))
+            return np.lexsort((*came, *effort))
+        slack_s = self._due_s + _MADE_UP * np.maximum(0.0, self._to_come) * self._rows[_Of.TPOT]
+        return np.lexsort((*came, slack_s, self._missed, *effort))
 
     def decoding(self, order: Indices) -> Indices:
         """Return those in `order` that have one position to compute."""
-        single: Flags = self.targets - self._get(_Of.COMPUTED) == 1.0
+        single: Flags = self.targets - self._rows[_Of.COMPUTED] == 1.0
         return order[single[order]]
 
     def due_first(self, now_s: float, decoding: Indices, step_s: float) -> Indices:
@@ -217,39 +242,44 @@ class RunningTable:
 
     # Promises
 
-    def _attainable(self, now_s: float, chosen: Indices, decodes_s: float) -> tuple[Indices, Numbers]:
-        """Return those of the chosen whose mean TPOT can still be kept, with the time that they have won: how early
-        the last token came, by the mean TPOT since this worker's first, else by its due times."""
-        tpots, anchors = self._get(_Of.TPOT), self._get(_Of.ANCHOR)
-        since = np.maximum(0.0, self._get(_Of.KNOWN) - self._get(_Of.START) - 1.0)
-        anchored = anchors < inf
-        won_s = np.where(anchored, np.where(anchored, anchors, 0.0) + since * tpots, self._due_s - tpots) - now_s
-        can = won_s + np.maximum(1.0, self._to_come) * (tpots - decodes_s) >= 0.0
-        kept = chosen[(can & (tpots > 0.0) & ~self._missed)[chosen]]
-        return kept, won_s[kept]
+    def _flags(self, chosen: Indices) -> Flags:
+        flags = np.zeros(len(self.sequences), np.bool_)
+        flags[chosen] = True
+        return flags
 
-    def _strictest(self, chosen: Indices, targets_s: Numbers, late: bool) -> float:
-        """Return the least target in seconds; infinite if there is none. Targets from a deadline rest on a predicted
-        length, and the least of many guesses is nearly always wrong: a quarter of these may fall behind, unless prompts
-        are `late`."""
-        named = self._get(_Of.NAMED)[chosen] > 0.0
-        least_s, guesses = float(targets_s[named].min(initial=inf)), np.sort(targets_s[~named])
+    def _attainable(self, now_s: float, chosen: Indices, decodes_s: float) -> tuple[Flags, Numbers]:
+        """Return which of the chosen can still keep their mean TPOT, and the time that each of all has won: how early
+        the last token came, by the mean TPOT since this worker's first, else by its due times."""
+        tpots, anchors = self._rows[_Of.TPOT], self._rows[_Of.ANCHOR]
+        since = np.maximum(0.0, self._rows[_Of.KNOWN] - self._rows[_Of.START] - 1.0)
+        won_s = np.where(anchors < inf, anchors + since * tpots, self._due_s - tpots) - now_s
+        can = won_s + np.maximum(1.0, self._to_come) * (tpots - decodes_s) >= 0.0
+        return self._flags(chosen) & can & (tpots > 0.0) & ~self._missed, won_s
+
+    def _strictest(self, kept: Flags, targets_s: Numbers, late: bool) -> float:
+        """Return the least target of those `kept` in seconds; infinite if there is none. Targets from a deadline rest
+        on a predicted length, and the least of many guesses is nearly always wrong: a quarter of these may fall behind,
+        unless prompts are `late`."""
+        named = kept & (self._rows[_Of.NAMED] > 0.0) if self._deadlines else kept
+        least_s = float(np.minimum.reduce(targets_s, where=named, initial=inf))
+        guesses = np.sort(targets_s[kept & ~named]) if self._deadlines else ()
         return min(least_s, float(guesses[0 if late else (len(guesses) - 1) // 4])) if len(guesses) else least_s
 
     def has_deadlines(self, chosen: Indices) -> bool:
-        return bool(self._get(_Of.DEADLINE)[chosen].any())
+        return self._deadlines > 0 and bool(self._rows[_Of.DEADLINE][chosen].any())
 
     def strictest_s(self, chosen: Indices, *, late: bool) -> float:
         """Return the strictest TPOT promised to these; infinite if there is none."""
-        tpots = self._get(_Of.TPOT)[chosen]
-        return self._strictest(chosen[tpots > 0.0], tpots[tpots > 0.0], late)
+        tpots = self._rows[_Of.TPOT]
+        return self._strictest(self._flags(chosen) & (tpots > 0.0), tpots, late)
 
     def spare_s(self, now_s: float, chosen: Indices, decodes_s: float, *, headroom: float) -> float:
         """Return the longest iteration after which all have kept their mean TPOT so far: a TPOT, and what their tokens
         came early. Requests whose promises are lost do not count; infinite if none is left. `decodes_s`: an iteration
         of decodes alone, in which time is won. `headroom`: share of a TPOT left free."""
         kept, won_s = self._attainable(now_s, chosen, decodes_s)
-        return float((won_s + self._get(_Of.TPOT)[kept] * (1.0 - headroom)).min(initial=inf))
+        spare_s = won_s + self._rows[_Of.TPOT] * (1.0 - headroom)
+        return float(np.minimum.reduce(spare_s, where=kept, initial=inf))
 
     def stretched_s(
         self, now_s: float, chosen: Indices, decodes_s: float, *, headroom: float, late: bool = True
@@ -258,8 +288,8 @@ class RunningTable:
         has won at once, so that gaps stay even, and regains what it lacks in halves of one. `headroom` is kept once,
         not per iteration. If the first token is another worker's, nothing is won. `late`: as in `_strictest`."""
         kept, won_s = self._attainable(now_s, chosen, decodes_s)
-        tpots = self._get(_Of.TPOT)[kept]
-        won_s = np.where(self._get(_Of.EARNS)[kept] > 0.0, won_s, np.minimum(won_s, 0.0))
+        tpots = self._rows[_Of.TPOT]
+        won_s = np.where(self._rows[_Of.EARNS] > 0.0, won_s, np.minimum(won_s, 0.0))
         stretched = np.minimum(won_s + tpots * (1.0 - headroom), tpots * (1.0 + _STRETCH))
         return self._strictest(kept, np.maximum(stretched, 0.5 * tpots), late)
 
@@ -267,7 +297,7 @@ class RunningTable:
 
     def _paces_s(self, step_s: float) -> Numbers:
         """Return the seconds between two tokens of each, at least an iteration."""
-        return np.maximum(step_s, self._get(_Of.TPOT))
+        return np.maximum(step_s, self._rows[_Of.TPOT])
 
     def tokens_per_s(self, step_s: float) -> float:
         """Return the token rate that all need together."""
@@ -275,7 +305,7 @@ class RunningTable:
 
     def lengths(self) -> tuple[int, float]:
         """Return the prompt tokens and the predicted output tokens of all, one each at least."""
-        return int(self._get(_Of.PROMPT).sum()), float(np.maximum(1.0, self._get(_Of.PREDICTED)).sum())
+        return int(self._rows[_Of.PROMPT].sum()), float(np.maximum(1.0, self._rows[_Of.PREDICTED]).sum())
 
     # Blocks
 
@@ -286,23 +316,51 @@ class RunningTable:
         if geometry.frees_behind_window:
             lasting = [s for s in self.sequences if not real_time or s.request.traffic_class == "rt"]
             return kv_forecast.fits(kv, lasting, newcomer, freed_blocks=freed_blocks)
-        held, computed, last = self.targets, self._get(_Of.COMPUTED), self._get(_Of.LAST)
-        if real_time and self.real_time < len(self.sequences):
-            of = self._get(_Of.EFFORT) == 0.0
-            held, computed, last = held[of], computed[of], last[of]
-        count = len(held)
-        if not count or not leaves_next_blocks(kv, count, newcomer, freed_blocks=freed_blocks):
-            return not count
-        coming = np.maximum(0.0, last - held)
+        demand = self._demand(geometry.block_size, real_time and self._efforts > 0)
+        if not demand.sequences or not leaves_next_blocks(kv, demand.sequences, newcomer, freed_blocks=freed_blocks):
+            return not demand.sequences
         # In positions; the rest of every last block is included.
-        stored = np.ceil((held - (held - computed == 1.0)) / geometry.block_size)
-        blocks = kv.free_blocks + kv.cached_blocks + freed_blocks + int(stored.sum()) * geometry.num_groups
-        own_held, own_coming = kv_forecast.holding(newcomer)
-        free = geometry.positions(blocks) - int(held.sum()) - own_held
-        if int(coming.sum()) + own_coming <= free:
+        blocks = kv.free_blocks + kv.cached_blocks + freed_blocks + demand.blocks * geometry.num_groups
+        held, coming = kv_forecast.holding(newcomer)
+        free = geometry.positions(blocks) - demand.held - held
+        if demand.coming + coming <= free:
             return True
-        holders = zip([*held.tolist(), own_held], [*coming.tolist(), own_coming], strict=True)
+        positions, last = self.targets, self._rows[_Of.LAST]
+        if real_time:
+            of = self._rows[_Of.EFFORT] == 0.0
+            positions, last = positions[of], last[of]
+        to_come = np.maximum(0.0, last - positions)
+        holders = zip([*positions.tolist(), held], [*to_come.tolist(), coming], strict=True)
         return kv_forecast.peak_growth(holders) <= free
+
+    def _demand(self, block_size: int, real_time: bool) -> _Demand:
+        """Return what all need, or all `real_time` ones: added up once after `read`, then newcomers are added."""
+        known = self._demands.get((block_size, real_time))
+        if known is not None:
+            return known
+        held, computed, last = self.targets, self._rows[_Of.COMPUTED], self._rows[_Of.LAST]
+        if real_time:
+            of = self._rows[_Of.EFFORT] == 0.0
+            held, computed, last = held[of], computed[of], last[of]
+        blocks = np.ceil((held - (held - computed == 1.0)) / block_size)
+        coming = np.maximum(0.0, last - held)
+        made = _Demand(len(held), int(held.sum()), int(coming.sum()), int(blocks.sum()))
+        self._demands[block_size, real_time] = made
+        return made
+
+
+class _Demand(NamedTuple):
+    """Sequences, positions that they hold with the tokens known now, positions to come, and blocks of a group."""
+
+    sequences: int
+    held: int
+    coming: int
+    blocks: int
+
+    def with_one(self, sequence: Sequence, block_size: int) -> _Demand:
+        held, coming = kv_forecast.holding(sequence)
+        blocks = -(-(held - (held - sequence.computed == 1)) // block_size)
+        return _Demand(self.sequences + 1, self.held + held, self.coming + coming, self.blocks + blocks)
 
 
 def _key(sequence: Sequence) -> Attempt:

@@ -50,12 +50,12 @@ class LearnedTimes(Learned):
             shape = plan_shape(plan, geometry)
             self.table.record(shape, latency_s)
             return shape
-        if all([row.count == 1 for row in plan.rows]):
+        shape = plan_shape(plan)
+        if not shape.prefill_rows:
             rows = frozenset([row.sequence for row in plan.rows])
             if rows == self._observed or not rows:
                 return None
         self._observed = rows
-        shape = plan_shape(plan)
         if shape.mixed:  # the kind whose size is up to the scheduler
             self.lateness.record(plan.estimated_s, latency_s)
         self.table.record(shape, latency_s)
@@ -89,9 +89,11 @@ class LearnedTimes(Learned):
 
 def plan_shape(plan: IterationPlan, geometry: KvGeometry | None = None) -> BatchShape:
     """Return a plan's shape; with its copies if `geometry` is given."""
-    batch = decode_shape([row for row in plan.rows if row.count == 1])
-    for row in [row for row in plan.rows if row.count > 1]:
-        batch = batch.with_prefill(row.start, row.count)
+    starts = [row.start for row in plan.rows if row.count == 1]
+    batch = BatchShape.of_decodes(len(starts), sum(starts) + len(starts))
+    if len(starts) < len(plan.rows):
+        for row in [row for row in plan.rows if row.count > 1]:
+            batch = batch.with_prefill(row.start, row.count)
     if not plan.copies or geometry is None:
         return batch
     positions = {"block": geometry.block_size, "slot": 1}

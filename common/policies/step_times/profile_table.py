@@ -7,6 +7,7 @@ yet. Starts empty or from a profile, refines itself while serving, and can be ex
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -92,6 +93,7 @@ def kind_of(shape: BatchShape) -> IterationKind:
     return "mixed" if shape.mixed else "decode" if shape.decodes else "prefill"
 
 
+@lru_cache(4096)
 def _bin(value: float) -> int:
     return int(2.0 * math.log2(value + 1.0) + 0.5)
 

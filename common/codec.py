@@ -10,9 +10,10 @@ import msgspec
 
 from cohort.common.errors import WireError
 from cohort.common.messages import Message
+from cohort.common.tokens import packed, unpacked
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder(enc_hook=packed)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=unpacked)
 
 
 def encode(message: Message) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from cohort.common.planning.traffic import TrafficRecord
+from cohort.common.tokens import Tokens
 from cohort.common.types import (
     Attempt,
     EngineFacts,
@@ -450,7 +451,7 @@ class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
     """Facts known of a request before its first token. `text_bytes`: of the body it came in; `stop_strings`: how
     many there are."""
 
-    tokens: list[int]
+    tokens: Tokens
     chat: bool
     max_tokens: int
     temperature: float

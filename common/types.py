@@ -1,7 +1,7 @@
 """The nouns of Cohort: requests, segments, block geometry.
 
 Plain immutable data that policies, machines, messages and services share. Nothing here does I/O or imports
-anything of ours.
+anything of ours but `tokens`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import cache
 from typing import Literal
 
 import msgspec
+
+from cohort.common.tokens import Tokens
 
 RequestId = str
 InstanceId = str
@@ -161,7 +163,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     attempt: Attempt
     gateway: InstanceId
-    tokens: list[int]
+    tokens: Tokens
     prompt_tokens: int
     sampling: SamplingParams
     arrival_s: float

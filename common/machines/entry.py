@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from cohort.common.messages import LengthFacts, PooledStates, StageTimes, TokenLogprob
+from cohort.common.tokens import joined
 from cohort.common.types import Attempt, InstanceId, Prediction, Request, RequestId
 from cohort.common.views import MOST_MOMENTS
 
@@ -121,7 +122,7 @@ class Entry:
         return msgspec.structs.replace(
             self.request.as_best_effort() if self.best_effort else self.request,
             attempt=self.attempt,
-            tokens=[*self.request.tokens, *self.output] if self.output else self.request.tokens,
+            tokens=joined(self.request.tokens, self.output),
             prediction=self.prediction,
             waited_s=now_s - self.opened_s if self.attempt.number else 0.0,
         )

@@ -19,6 +19,7 @@ from cohort.common.machines.machine import Effect, Event, Machine
 from cohort.common.machines.manager.manager import ManagerSettings
 from cohort.common.machines.worker.worker_state import WorkerSetup
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.tokens import listed
 from cohort.common.types import InstanceId
 
 
@@ -95,7 +96,7 @@ def _describe(effect: object) -> str:
         case Admitted() | Rejected() | Deliver() | Fail() | Ended() | ManagerFound():
             return repr(effect)
         case _:
-            return f"{type(effect).__name__} {msgspec.json.encode(effect).decode()}"
+            return f"{type(effect).__name__} {msgspec.json.encode(effect, enc_hook=listed).decode()}"
 
 
 def describe_error(error: Exception) -> str:
@@ -112,7 +113,8 @@ class Recorded(Generic[Event, Effect]):
         write(msgspec.json.encode(header) + b"\n")
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        encoded = msgspec.Raw(msgspec.json.encode(events))  # before they are handled: a machine keeps what it is given
+        # Before they are handled: a machine keeps what it is given.
+        encoded = msgspec.Raw(msgspec.json.encode(events, enc_hook=listed))
         try:
             effects = self._handle(now_s, *events)
         except Exception as error:

@@ -28,6 +28,7 @@ from cohort.common.machines.recorder import (
 )
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.policies import compose
+from cohort.common.tokens import unpacked
 
 _ROW = re.compile(r"\[\d+, \d+\)$")
 
@@ -75,7 +76,7 @@ class Replay:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{path}: not a recording: {error}") from error
         self.machine = str(type(header).__struct_config__.tag)
-        self._events = msgspec.json.Decoder(list[events_type])  # type: ignore[valid-type]
+        self._events = msgspec.json.Decoder(list[events_type], dec_hook=unpacked)  # type: ignore[valid-type]
 
     def steps(self) -> Iterator[Step]:
         """Yield every call in order, once. After the first difference the machine's state is not the recorded one."""

@@ -16,6 +16,7 @@ from cohort.common import messages
 from cohort.common.codec import decode, encode
 from cohort.common.errors import WireError
 from cohort.common.messages import Message, Registered
+from cohort.common.tokens import PackedTokens, packed
 from tests.examples import examples
 
 MEMBERS: tuple[type[msgspec.Struct], ...] = typing.get_args(Message)
@@ -27,6 +28,7 @@ _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(st.characters(codec="utf-8"), max_size=20),
     bytes: st.binary(max_size=40),
     type(None): st.none(),
+    PackedTokens: st.builds(PackedTokens, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3)),
 }
 
 
@@ -80,7 +82,7 @@ def test_round_trip_and_plain_msgpack(kind: type[msgspec.Struct]) -> None:
 
 def _plain(message: msgspec.Struct) -> dict[str, Any]:
     """What a reader without our types should see."""
-    built = msgspec.to_builtins(message, builtin_types=(bytes,))
+    built = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=packed)
     assert isinstance(built, dict)
     return {key: _lists(value) for key, value in built.items() if key != "type"}
 

@@ -103,7 +103,7 @@ class Ledger:
         was generated for another gateway, and is not delivered again. `together`: as in `Entry`."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")
-        known = request.tokens[request.prompt_tokens :]
+        known = list(request.tokens[request.prompt_tokens :])
         if known:
             request = msgspec.structs.replace(request, tokens=request.tokens[: request.prompt_tokens])
         entry = Entry(

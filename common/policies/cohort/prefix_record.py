@@ -7,6 +7,7 @@ holds. Only an estimate of time follows: the worker looks tokens up itself, by r
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Chain:
         if hashes:
             before = hashes[-1]
         for at in range(len(hashes), index + 1):
-            before = hash((before, *tokens[self.ends[at - 1] if at else 0 : self.ends[at]]))
+            chunk = tokens[self.ends[at - 1] if at else 0 : self.ends[at]]
+            before = hash((before, chunk.tobytes())) if isinstance(chunk, array) else hash((before, *chunk))
             hashes.append(before)
         return before
 

@@ -192,7 +192,8 @@ class RunningTable:
     @property
     def targets(self) -> Numbers:
         """Positions of each to compute with the tokens known now."""
-        return np.minimum(self._rows[_Of.KNOWN], self._rows[_Of.END])
+        targets: Numbers = np.minimum(self._rows[_Of.KNOWN], self._rows[_Of.END])
+        return targets
 
     @property
     def known(self) -> int:
@@ -297,7 +298,8 @@ class RunningTable:
 
     def _paces_s(self, step_s: float) -> Numbers:
         """Return the seconds between two tokens of each, at least an iteration."""
-        return np.maximum(step_s, self._rows[_Of.TPOT])
+        paces_s: Numbers = np.maximum(step_s, self._rows[_Of.TPOT])
+        return paces_s
 
     def tokens_per_s(self, step_s: float) -> float:
         """Return the token rate that all need together."""

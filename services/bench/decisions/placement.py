@@ -94,7 +94,7 @@ def measure(
     )
 
 
-def made_request(name: str, tokens: list[int], most: int, at_s: float, **more: Any) -> Request:
+def made_request(name: str, tokens: Sequence[int], most: int, at_s: float, **more: Any) -> Request:
     """Return a request of at most `most` output tokens; `more`: further fields."""
     return Request(Attempt(name, 1), "gateway", tokens, len(tokens), SamplingParams(max_tokens=most), at_s, **more)
 

@@ -2,9 +2,10 @@
 
 The whole `ManagerMachine` of a preset, told what a live one is told: so many requests a second come, as many end, and
 every worker reports five times a second, the oldest requests that it has decoding and the others waiting. Prints
-microseconds of processor time: of a decision (`Submit`, up to the effects that place it), of a request's end, of a
-report; and the share of a core that all of it takes at that rate. The workers are counters, the clock is virtual. One
-core, no processes, no model. Exit status 1 where a decision is not flat (`--within`).
+microseconds of processor time: of a decision (`Submit`, up to the effects that place it), of its messages' way from
+and to bytes, of a request's end, of a report; and the share of a core that all of it takes at that rate. The workers
+are counters, the clock is virtual. One core, no processes, no model. Exit status 1 where a decision is not flat
+(`--within`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from statistics import median
 
+from cohort.common import codec
 from cohort.common.config import load_config
 from cohort.common.machines.effects import ManagerEffect, Send
 from cohort.common.machines.events import ManagerEvent, Received, Tick
@@ -34,6 +36,7 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies import compose
+from cohort.common.tokens import PackedTokens
 from cohort.common.types import Attempt, InstanceId, Outcome, Prediction, QueuedWork, Role, WorkerCapacity, WorkerStats
 from cohort.services.bench.decisions.placement import STEP_TIMES, made_request
 from cohort.services.bench.output import print_costs
@@ -64,6 +67,7 @@ class Cost:
     rate: float
     decision_us: float
     decision_p99_us: float
+    wire_us: float
     end_us: float
     report_us: float
     core_share: float
@@ -72,13 +76,14 @@ class Cost:
 @dataclass(slots=True)
 class _Spent:
     decisions: list[float] = field(default_factory=list)
+    wire: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     reports: list[float] = field(default_factory=list)
     ticks: list[float] = field(default_factory=list)
 
     @property
     def total_s(self) -> float:
-        return sum(map(sum, (self.decisions, self.ends, self.reports, self.ticks)))
+        return sum(map(sum, (self.decisions, self.wire, self.ends, self.reports, self.ticks)))
 
 
 class _Cluster:
@@ -104,6 +109,7 @@ class _Cluster:
         self._placed: deque[list[tuple[InstanceId, Attempt]]] = deque()
         """Workers of the segments of each request, in order."""
         self._serial = 0
+        self._started: list[StartSegment] = []
         self.machine.handle(0.0, Received(_GATEWAY, GatewayHello(_GATEWAY, 1, "at-gateway")))
         named = {f"{role}-{index}": role for index, role in zip(range(workers), cycle(roles), strict=False)}
         self.held = {name: {} for name in named}
@@ -132,9 +138,18 @@ class _Cluster:
         self._perform(effects)
         return spent_s
 
+    def wire_s(self, event: Received) -> float:
+        """Return the seconds that it takes to read a request, and to write what was sent for the last event."""
+        data = codec.encode(event.message)
+        began_s = time.thread_time()
+        codec.decode(data)
+        for start in self._started:
+            codec.encode(start)
+        return time.thread_time() - began_s
+
     def _perform(self, effects: Sequence[ManagerEffect]) -> None:
-        starts = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, StartSegment)]
-        for start in starts:
+        self._started = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, StartSegment)]
+        for start in self._started:
             instance = start.segments[start.index].instance
             assert instance is not None
             self.held[instance][start.request.attempt] = len(start.request.tokens)
@@ -146,7 +161,7 @@ class _Cluster:
         self._serial += 1
         draw = self._random
         prompt, output = self._prompt or draw.randint(16, 800), float(draw.randint(1, 500))
-        tokens = [self._serial] * prompt  # no two share a prefix
+        tokens = PackedTokens([self._serial]) * prompt  # no two share a prefix
         prediction = Prediction(output, output, output, output)
         request = made_request(f"r{self._serial}", tokens, 1000, now_s, prediction=prediction)
         return Received(_GATEWAY, Submit(request))
@@ -215,7 +230,9 @@ def measure(
     with no_collection():
         while now_s - began_s < seconds:
             now_s += 1.0 / rate
-            spent.decisions.append(cluster.handle_event(now_s, cluster.submission(now_s)))
+            submission = cluster.submission(now_s)
+            spent.decisions.append(cluster.handle_event(now_s, submission))
+            spent.wire.append(cluster.wire_s(submission))
             for event in cluster.ends():
                 spent.ends.append(cluster.handle_event(now_s, event))
             due += len(names) / REPORT_INTERVAL_S / rate
@@ -233,6 +250,7 @@ def measure(
         rate,
         1e6 * median(decisions),
         1e6 * decisions[int(0.99 * len(decisions))],
+        1e6 * median(spent.wire),
         1e6 * median(spent.ends),
         1e6 * median(spent.reports or [0.0]),
         spent.total_s / (now_s - began_s),
@@ -263,6 +281,7 @@ def execute(options: argparse.Namespace) -> int:
         "waiting": "{0.waiting:,}",
         "µs/decision": "{0.decision_us:.0f}",
         "p99": "{0.decision_p99_us:.0f}",
+        "µs/wire": "{0.wire_us:.0f}",
         "µs/end": "{0.end_us:.0f}",
         "µs/report": "{0.report_us:.0f}",
         "of a core": "{0.core_share:.2f}",

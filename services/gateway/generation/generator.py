@@ -397,7 +397,8 @@ class Generator:
         format_, tools = self.served.tool_format, call.tools
         if not call.chat or format_ is None or not (tools or format_.reasoning or format_.body == "channels"):
             return []
-        reasoning = format_.reasoning_at(self._end_of(requests[0].tokens[: requests[0].prompt_tokens]))
+        prompt = requests[0].tokens[: requests[0].prompt_tokens]
+        reasoning = format_.reasoning_at(self._end_of(list(prompt[-MARK_TOKENS:])))
         if tools is None and reasoning == "ended":
             return []
         ids = stable_id(base_id, repr(created_s))
@@ -465,12 +466,12 @@ class Generator:
             keeps = context - (1 if call.max_tokens is None else call.max_tokens)
         return prompt[max(0, len(prompt) - max(0, keeps)) :]
 
-    def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
+    def _echo(self, call: Call, which: int, tokens: Sequence[int]) -> str:
         if not call.echo:
             return ""
         if isinstance(prompt := call.prompts[which], str) and call.keeps_tokens is None:
             return prompt
-        return self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
+        return self._tokenizer.decode(list(tokens), skip_special=call.skip_special_tokens)
 
     def _count_rejection(self, error: RequestError) -> None:
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")

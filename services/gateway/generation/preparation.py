@@ -26,6 +26,7 @@ import msgspec
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import TOO_LONG, RequestError, busy
+from cohort.common.tokens import PackedTokens
 from cohort.common.types import Attempt, InstanceId, Prediction, Request
 from cohort.services.gateway import bounds
 from cohort.services.gateway.requests.model_card import ModelCard
@@ -66,7 +67,7 @@ def prepare(
     adapter, folder = card.reference(call.adapter)
     total, pools = len(prompts) * call.n, sampling.pooling != ""
     requests: list[Request] = []
-    for prompt, max_tokens in zip(prompts, token_limits, strict=True):
+    for prompt, max_tokens in zip(map(PackedTokens, prompts), token_limits, strict=True):
         for choice in range(call.n):
             # Its first choice scores a prompt, for all of them: while it is computed, which ends with a token, wanted
             # or not. So does an embedding's.

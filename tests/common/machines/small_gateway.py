@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import msgspec
-
 from cohort.common.config import Config, GatewayConfig
 from cohort.common.machines.effects import Admitted, GatewayEffect, Send, Wake
 from cohort.common.machines.entry import Entry
@@ -16,6 +14,7 @@ from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettin
 from cohort.common.messages import ClusterLoad, ManagerHello, Message, Placed, Predicted, TokenBatch, TokenUpdate
 from cohort.common.policies import compose
 from cohort.common.types import Attempt, Prediction, Request, SamplingParams
+from tests.common.test_tokens import read_again
 
 LOAD = ClusterLoad(True, ["w"], 0, 0, 0, 10_000, 10_000, 0, 2.0)
 ANSWER = Prediction(7, 6, 12, 20)
@@ -54,7 +53,7 @@ class Gateway:
 
     def tell(self, *events: GatewayEvent) -> list[GatewayEffect]:
         for event in events:  # what happens can be written down and read again
-            assert msgspec.json.decode(msgspec.json.encode(event), type=GatewayEvent) == event
+            assert read_again(event, GatewayEvent) == event
         effects = self.machine.handle(self.now_s, *events)
         self.machine.check()
         self.effects += effects

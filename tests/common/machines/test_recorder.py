@@ -29,6 +29,7 @@ from cohort.common.policies import compose
 from cohort.common.types import Attempt, Role
 from tests.common.machines.small_worker import segment, setup
 from tests.common.policies.dynaserve.test_slo_batching import scheduler as slo_batching
+from tests.common.test_tokens import read_again
 
 R = Attempt("r", 1)
 
@@ -79,7 +80,7 @@ def test_events_come_back_as_they_were() -> None:
         RunsSent(77, "broken", 3),
         Tick(),
     ]
-    assert msgspec.json.decode(msgspec.json.encode(events), type=list[WorkerEvent]) == events
+    assert read_again(events, list[WorkerEvent]) == events
 
 
 @pytest.mark.parametrize(

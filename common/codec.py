@@ -1,7 +1,7 @@
 """Messages to bytes and back: typed msgspec structs outside, plain msgpack on the wire.
 
-Every message is a msgpack map with its type's name under "type", so any msgpack library can read it. Unknown types
-and malformed bytes raise `WireError`; nothing is ever unpickled.
+Every message is a msgpack map with its type's name under "type", so any msgpack library can read it; token ids are
+bytes (`tokens.py`). Unknown types and malformed bytes raise `WireError`; nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class PackedTokens(_Array):
     __slots__ = ()
 
     def __new__(cls, tokens: Iterable[int] | bytes = b"") -> PackedTokens:
-        """Raises `ValueError` for bytes that are no ids, and for an id beyond 32 bits."""
+        """Copy ids. Raises `ValueError` for bytes that are no ids, and for an id beyond 32 bits."""
         try:
             return super().__new__(cls, "i", tokens)  # type: ignore[return-value]
         except OverflowError as error:

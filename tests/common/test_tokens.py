@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cohort.common import codec
 from cohort.common.errors import WireError
 from cohort.common.messages import Message, Submit
+from cohort.common.policies.cohort.prefix_record import Chain
 from cohort.common.tokens import PackedTokens, joined, listed, unpacked
 from cohort.common.types import Attempt, Request, SamplingParams
 
@@ -54,3 +55,12 @@ def test_what_are_no_ids_is_no_message(sent: object) -> None:
     plain["request"]["tokens"] = sent
     with pytest.raises(WireError):
         codec.decode(msgspec.msgpack.encode(plain))
+
+
+@given(IDS, IDS)
+def test_packed_prompts_share_the_chunks_that_lists_share(shared: list[int], own: list[int]) -> None:
+    first, second = [*shared * 40, *own * 10], [*shared * 40, *own * 11]
+    lists = [Chain(submit(tokens).request) for tokens in (first, second)]
+    both = [Chain(submit(PackedTokens(tokens)).request) for tokens in (first, second)]
+    found = [[one[at] == other[at] for at in range(len(one.ends))] for one, other in (lists, both)]
+    assert found[0] == found[1] and lists[0].ends == both[0].ends

@@ -66,7 +66,7 @@ class RunningTable:
         """Sequences by key: which is before which where a decision has no other reason."""
         self._cells: Numbers = np.zeros((_Of.COUNT, 64))
         self._rows: Numbers = self._cells[:, :0]
-        """Those of the sequences here, without the room for more."""
+        """Cells of the sequences here, without the room for more."""
         self._due_s = self._to_come = np.zeros(0)
         """Due time of each one's next token, as `promise.due_s`; and output tokens to come. As of `read`, as below."""
         self._missed = np.zeros(0, np.bool_)
@@ -78,7 +78,7 @@ class RunningTable:
         self._deadlines = self._efforts = 0
         """Sequences with a deadline; and best-effort ones."""
         self._demands: dict[tuple[int, bool], _Demand] = {}
-        """By block size and whether of real-time sequences alone: what `fits` has asked for since `read`."""
+        """What `fits` has asked for since `read`, by block size and whether of real-time sequences alone."""
 
     def __len__(self) -> int:
         return len(self.sequences)

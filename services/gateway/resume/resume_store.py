@@ -22,6 +22,7 @@ from cohort.common.errors import RequestError
 from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
 from cohort.common.sqlite_file import opened, transaction
+from cohort.common.tokens import packed, unpacked
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.generation.delta import Delta, StreamKind
 
@@ -300,7 +301,7 @@ class ResumeStore:
         self._db.execute("DELETE FROM said WHERE token = ?", (token,))
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode_record = msgspec.msgpack.Decoder(StreamRecord).decode
+_encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
+_decode_record = msgspec.msgpack.Decoder(StreamRecord, dec_hook=unpacked).decode
 _decode_deltas = msgspec.msgpack.Decoder(list[StoredDelta]).decode
 _decode_ending = msgspec.msgpack.Decoder(Ending).decode

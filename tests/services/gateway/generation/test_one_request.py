@@ -9,7 +9,7 @@ import aiohttp
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.support.traced import Trace, recording
 
-CAP = 36
+CAP = 37
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100, "stream": True}
 
 

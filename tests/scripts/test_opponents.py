@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -31,8 +32,10 @@ def measurement(server: str, number: int, rate: float, *, foreign: float = 0.0, 
 
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Where Cohort has no environment."""
     command = [str(ROOT / "scripts" / "opponents"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "COHORT_VENV": "/nowhere"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 def test_the_help_states_the_rule() -> None:

@@ -171,11 +171,13 @@ def _table(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, [""], time.monotonic())
             table = KillTable(preset, place, Census(run_dir(args.port)), len(_workers(args.port)), load, _log)
-            runs.append(asyncio.run(table.run(UNDISTURBED)))
             kinds = (table.all_faults() if args.census else KINDS) if args.kill is None else args.kill
-            for broken in [*filter(table.has, kinds), *([RESTARTED] if args.rolling_restart else [])]:
-                runs.append(asyncio.run(table.run(broken, args.kills if broken != RESTARTED else 0)))
-                publish(runs)
+            last = [RESTARTED] if args.rolling_restart else []
+            for broken in (UNDISTURBED, *filter(table.has, kinds), *last):
+                kills = 0 if broken in (UNDISTURBED, RESTARTED) else args.kills
+                if (run := asyncio.run(table.run(broken, kills))) is not None:
+                    runs.append(run)
+                    publish(runs)
     return runs
 
 

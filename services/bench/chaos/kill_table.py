@@ -116,6 +116,7 @@ class KillTable:
         self._known: dict[str, AnswerContent] = {}
 
     def has(self, broken: str) -> bool:
+        """Return whether all that this row breaks lives."""
         living = self._census.living()
         return all(any(is_of(name, part) for name in living) for part in broken.removeprefix(STOPPED).split(TOGETHER))
 
@@ -127,9 +128,10 @@ class KillTable:
         killed = [*(name for name in living if name != LAUNCHER), *pairs]
         return [*killed, *(STOPPED + name for name in (*living, *pairs))]
 
-    async def run(self, broken: str, kills: int = 0) -> Run:
-        """Return one row: `broken` is what is killed or stopped so many times, `UNDISTURBED` or `RESTARTED`. Raises
-        `NotDeterministic` when the undisturbed run gives no references."""
+    async def run(self, broken: str, kills: int = 0) -> Run | None:
+        """Return one row: `broken` is what is killed or stopped so many times, `UNDISTURBED` or `RESTARTED`. None where
+        it is a helper that lived at none of these times: some live for seconds. Raises `NotDeterministic` when the
+        undisturbed run gives no references."""
         self._log(f"{self._preset}: {broken}")
         load, accounts, over = self._load, Accounts(), asyncio.Event()
         faults, started_s = self._faults(accounts), self._place.now_s()
@@ -142,6 +144,11 @@ class KillTable:
             over.set()
         if broken == UNDISTURBED and accounts.requests != accounts.total(Verdict.RIGHT):
             raise NotDeterministic(f"requests failed while nothing was broken: {accounts.unaccounted[:2]}")
+        if "/" in broken:
+            if not accounts.faults:
+                self._log(f"{self._preset}: {broken} is left out: it did not live when it was to be struck")
+                return None
+            kills = len(accounts.faults)
         found = [*faults.missing, *lost(accounts, 0 if load.mixed else load.clients, kills)]
         return Run.of(self._preset, broken, self._place.now_s() - started_s, accounts, found)
 

@@ -43,6 +43,15 @@ def test_a_census_breaks_every_process_and_every_two_in_both_ways_and_never_kill
     assert not table().has("stop:decode-0+monitor") and not table().has("gateway")
 
 
+async def test_a_helper_that_does_not_live_is_left_out_with_the_reason_and_an_instance_is_not() -> None:
+    said = list[str]()
+    table = KillTable("cohort", PLACE, TwoWorkers(), 2, Load(0, 0, 1, seed=0), said.append)
+    assert await table.run("launcher/template 2", kills=1) is None
+    assert said[-1] == "cohort: launcher/template 2 is left out: it did not live when it was to be struck"
+    missed = await table.run("monitor", kills=1)
+    assert missed is not None and missed.findings == ["0 of 1 kills found their process"]
+
+
 def test_two_of_one_kind_are_two_processes() -> None:
     faults = Faults(PLACE, TwoWorkers(), Accounts(), 2, Random(3), print)
     assert {faults.one_of("decode+decode") for _ in range(20)} == {"decode-0+decode-1", "decode-1+decode-0"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import random
 import sys
 import time
@@ -279,10 +278,8 @@ async def load_ready_runner(
 ) -> ModelRunner:
     """Load a runner that compiles nothing any more: warm, the copies of host slots included. Where others compute on
     the same cores it loads with one thread: each of their steps waits for the slower of the cores."""
-    crowded = os.environ.get("OMP_WAIT_POLICY") == "passive" and own.device.type == "cpu" and followers is None
-    crowded = crowded or (cores is not None and cores.share() < threads)
-    if config.engine.batch_invariant:  # which is judged by the number of threads
-        crowded = False
+    # What is batch-invariant is judged by the number of threads.
+    crowded = cores is not None and not config.engine.batch_invariant and cores.share() < threads
     in_engine = asyncio.get_running_loop().run_in_executor
     # On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load.
     kernels = KernelBuild() if own.device.type == "cuda" and config.kv.host_memory_bytes > 0 else None

@@ -17,6 +17,7 @@ from cohort.common.config import Config
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.worker import worker_process
 from cohort.common.engine.worker.devices import WorkerDevice
+from cohort.common.engine.worker.shared_cores import SharedCores
 from cohort.common.errors import ModelError
 from cohort.common.types import Role
 from cohort.kernels.cpu import native
@@ -109,7 +110,7 @@ async def test_nothing_is_built_without_host_blocks(
 
 
 async def test_a_worker_loads_with_one_thread_where_others_compute_on_its_cores(
-    engine: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Threads(Runner):
         def use_threads(self, threads: int) -> None:
@@ -122,11 +123,12 @@ async def test_a_worker_loads_with_one_thread_where_others_compute_on_its_cores(
 
     on_a_gpu(monkeypatch, load)
     processor = WorkerDevice(torch.device("cpu"), Role.UNIFIED)
-    for policy, expected in (("passive", [1, 2]), ("active", [2])):
-        used = list[int]()
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-        await worker_process.load_ready_runner(config(0), 2, processor, engine)
-        assert used == expected
+    own, other = (SharedCores(tmp_path / "computing", name, threads=2, cores=2) for name in ("unified-0", "unified-1"))
+    used = list[int]()
+    await worker_process.load_ready_runner(config(0), 2, processor, engine, cores=own)
+    with other.computing():
+        await worker_process.load_ready_runner(config(0), 2, processor, engine, cores=own)
+    assert used == [2, 1, 2]
 
 
 async def test_a_model_that_cannot_be_loaded_does_not_wait_for_the_compiler(

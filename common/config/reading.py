@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from cohort.common.command_line import did_you_mean
 from cohort.common.config.device_defaults import Machine, device_layer, on_gpu, settled
 from cohort.common.config.root import Config
 from cohort.common.errors import ConfigError
@@ -138,9 +138,8 @@ def _check(data: Mapping[str, Any], origin: str) -> None:
 
 
 def meant(key: str, known: Collection[str]) -> str:
-    """Return a hint at the key that was meant instead of `key`."""
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    """Return the end of a sentence: the key that was meant instead of `key`, or all."""
+    return did_you_mean(key, known) or f"; known: {', '.join(known)}"
 
 
 def readable(message: str) -> str:
@@ -156,7 +155,7 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
     for key, value in data.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
-            raise ConfigError(f"{origin}: unknown option {name!r}; {meant(str(key), hints)}")
+            raise ConfigError(f"{origin}: unknown option {name!r}{meant(str(key), hints)}")
         target = hints[key]
         if isinstance(target, type) and issubclass(target, msgspec.Struct):
             _check_keys(value, target, origin, name)

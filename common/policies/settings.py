@@ -145,7 +145,7 @@ def settings_of(config: Config, kind: type[Record]) -> Record:
         if name in section.__struct_fields__:
             raise ConfigError(f"experiment.{mechanism}.{name}: it is an option: {mechanism}.{name}")
         if name not in kind.__struct_fields__:
-            raise ConfigError(f"unknown setting 'experiment.{mechanism}.{name}'; {meant(name, names(mechanism))}")
+            raise ConfigError(f"unknown setting 'experiment.{mechanism}.{name}'{meant(name, names(mechanism))}")
     try:
         return msgspec.convert({**options, **given}, kind)
     except msgspec.ValidationError as error:
@@ -156,7 +156,7 @@ def check(config: Config) -> None:
     """Raise `ConfigError` for a mechanism or a setting of `experiment` that does not exist, or of another type."""
     for mechanism in config.experiment:
         if mechanism not in KINDS:
-            raise ConfigError(f"unknown mechanism 'experiment.{mechanism}'; {meant(mechanism, KINDS)}")
+            raise ConfigError(f"unknown mechanism 'experiment.{mechanism}'{meant(mechanism, KINDS)}")
         settings_of(config, KINDS[mechanism])
 
 

@@ -30,11 +30,11 @@ def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kv: {blok_size: 16}", r"my\.yaml: unknown option 'kv\.blok_size'; did you mean 'block_size'\?"),
+        ("kv: {blok_size: 16}", r"my\.yaml: unknown option 'kv\.blok_size'; did you mean block_size\?"),
         ("kv: {block_size: 17}", r"my\.yaml: kv\.block_size: Invalid enum value 17"),
         ("gateway: {port: '80'}", r"my\.yaml: gateway\.port: Expected `int`, got `str`"),
         ("workers: [{role: prefil}]", r"my\.yaml: workers\[0\]\.role: Invalid enum value 'prefil'"),
-        ("workers: [{rol: prefill}]", r"unknown option 'workers\[0\]\.rol'; did you mean 'role'\?"),
+        ("workers: [{rol: prefill}]", r"unknown option 'workers\[0\]\.rol'; did you mean role\?"),
         ("kv: 3", r"kv must be a mapping, found int"),
         ("- a", r"expected a mapping of sections, found list"),
         ("a: [", r"not valid YAML"),
@@ -94,7 +94,7 @@ def test_dotted_names_reach_options_inside_sections_of_sections() -> None:
     assert config.transfer.ucx.net_devices == "", "what is not named keeps its default"
     with pytest.raises(ConfigError, match=r"--set kv\.block_size\.x: block_size is not a section"):
         nested({"kv.block_size": 32, "kv.block_size.x": 1}, "--set")
-    with pytest.raises(ConfigError, match=r"unknown option 'transfer\.ucx\.tlz'; did you mean 'tls'\?"):
+    with pytest.raises(ConfigError, match=r"unknown option 'transfer\.ucx\.tlz'; did you mean tls\?"):
         load_config(overrides={"transfer": {"ucx": {"tlz": "rc"}}})
 
 

@@ -91,7 +91,7 @@ def test_a_changed_option_is_another_cell(trace: str, tmp_path: Path) -> None:
 
 def test_a_wrong_setting_is_refused_before_anything_runs(trace: str, tmp_path: Path) -> None:
     spec = load_spec(str(written(tmp_path, trace)))
-    with pytest.raises(ConfigError, match=r"unknown setting 'experiment\.bros\.drosp'; did you mean 'drops'\?"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'experiment\.bros\.drosp'; did you mean drops\?"):
         comparison.cells(spec, over={"experiment.bros.drosp": False})
 
 

@@ -154,7 +154,7 @@ def test_hidden_gpus_leave_the_processor(
 
 def test_a_wrong_setting_is_refused_before_anything_starts(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cohort(["serve", "--model", str(model), "--set", "experiment.bros.drosp=false", "--print-config"]) == 2
-    assert "unknown setting 'experiment.bros.drosp'; did you mean 'drops'?" in capsys.readouterr().err
+    assert "unknown setting 'experiment.bros.drosp'; did you mean drops?" in capsys.readouterr().err
 
 
 def test_a_host_too_small_for_all_workers_refuses_before_any_starts(

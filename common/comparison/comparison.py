@@ -72,10 +72,10 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """`kept`: the number of the requests `sent` that kept their whole SLO. Times are virtual, or a live run's; None
-    where nothing was served. `numbers`: columns of the run by title. Of simulations: `at_most`, how many any scheduler
-    could have kept, None where that is unknown; `longest_wait_s`, for a first token, a refusal or the run's end;
-    `groups`, by question and group the requests kept and sent."""
+    """`kept`: the number of the requests `sent` that kept their whole SLO. `numbers`: columns of the run by title.
+    Of simulations: `at_most`, how many any scheduler could have kept, None where that is unknown; `longest_wait_s`, in
+    virtual time, for a first token, a refusal or the run's end; `groups`, by question and group the requests kept and
+    sent."""
 
     digest: str
     workload: str
@@ -86,7 +86,6 @@ class CellResult(msgspec.Struct, frozen=True):
     finished: int
     kept: int
     kept_tokens_per_s: float
-    longest_ttft_s: float | None
     numbers: dict[str, float] = {}
     at_most: float | None = None
     longest_wait_s: float | None = None
@@ -107,7 +106,6 @@ class Row(msgspec.Struct, frozen=True):
     load: float
     shares: dict[str, tuple[float, float, float]]
     kept_tokens_per_s: dict[str, float]
-    longest_ttft_s: dict[str, float]
     at_most: float | None = None
     longest_wait_s: dict[str, float] = {}
     groups: dict[str, dict[str, dict[str, float]]] = {}
@@ -297,7 +295,6 @@ def _row(workload: str, load: float, systems: Mapping[str, Sequence[CellResult]]
         load,
         {name: _spread([one.share for one in of]) for name, of in systems.items()},
         {name: statistics.fmean(one.kept_tokens_per_s for one in of) for name, of in systems.items()},
-        {name: max(one.longest_ttft_s or 0.0 for one in of) for name, of in systems.items()},
         statistics.fmean(bounds.values()) if bounds else None,
         {name: max(one.longest_wait_s or 0.0 for one in of) for name, of in systems.items()},
         _groups(systems),

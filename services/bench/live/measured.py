@@ -81,7 +81,6 @@ def measure(cell: Cell, port: int) -> CellResult:
         finished=sum(report["completed"] for report in judged),
         kept=sum(slo["attained"] for slo in slos),
         kept_tokens_per_s=sum(slo["goodput_output_tokens_per_s"] for slo in slos),
-        longest_ttft_s=max((each["ttft_ms"]["max"] / 1e3 for each in judged if each["ttft_ms"]), default=None),
         numbers=numbers,
     )
 

@@ -79,7 +79,6 @@ def measure(cell: Cell) -> CellResult:
         finished=judged.finished,
         kept=round(slo.attainment * slo.judged) if slo is not None else 0,
         kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
-        longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
         numbers=columns_of(msgspec.to_builtins(judged)),
         at_most=None if most is None else most.requests,
         longest_wait_s=waits.longest_s,

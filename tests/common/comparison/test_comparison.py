@@ -162,7 +162,7 @@ def test_a_variant_is_chosen_on_some_seeds_and_judged_on_the_others(trace: str, 
 
     def result(seed: int, system: str, variant: int, kept: int, at_most: float | None) -> CellResult:
         groups = {"class": {"rt": [kept, 10]}}
-        return CellResult("", "w", 1.0, seed, system, 10, 10, kept, 0.0, None, {}, at_most, 2.0 + seed, groups, variant)
+        return CellResult("", "w", 1.0, seed, system, 10, 10, kept, 0.0, {}, at_most, 2.0 + seed, groups, variant)
 
     kept = {(0, 0): 3, (0, 1): 6, (1, 0): 9, (1, 1): 7, (2, 0): 9, (2, 1): 5}
     results = [result(seed, "swept", variant, each, 8.0) for (seed, variant), each in kept.items()]
@@ -204,7 +204,7 @@ def test_a_trace_in_its_order_begins_anywhere(trace: str) -> None:
 
 def test_columns_are_medians_and_stand_beside_those_of_another_run() -> None:
     def result(seed: int, rate: float, system: str = "a", **numbers: float) -> CellResult:
-        return CellResult("", "w", 1.0, seed, system, 1, 1, 1, 0.0, None, {"rate": rate, **numbers})
+        return CellResult("", "w", 1.0, seed, system, 1, 1, 1, 0.0, {"rate": rate, **numbers})
 
     live = [result(0, 10.0), result(1, 12.0), result(2, 11.0), result(0, 5.0, "b", late=2.0)]
     assert comparison_tables.columns(live).splitlines() == [

@@ -19,7 +19,7 @@ OURS = ("cohort", "cohort, no drafts")
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One server under one load. `foreign` and `stolen` are shares of all processors; the hypervisor steals."""
+    """One server under one load. `foreign` is a share of all processors."""
 
     round: int
     sampling: str
@@ -34,7 +34,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that ended without an error and have a permitted length."""
     duration_s: float
     foreign: float
-    stolen: float
 
     @property
     def verdict(self) -> Literal["keep", "disturbed", "failed"]:
@@ -46,12 +45,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     def repeat(self) -> bool:
         """Whether another attempt is due: failures are shown, not repeated until they pass."""
         return self.verdict == "disturbed" and self.attempt < ATTEMPTS
-
-
-def foreign_share(*, busy_s: float, measured_s: float, wall_s: float, processors: int) -> float:
-    """Return the share of all processors that neither the measured processes nor idleness had; clocks that tick apart
-    never make it negative."""
-    return max(0.0, busy_s - measured_s) / (wall_s * processors)
 
 
 def table(measurements: Iterable[Measurement], servers: Sequence[str]) -> str:

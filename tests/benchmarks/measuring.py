@@ -25,13 +25,14 @@ import aiohttp
 import msgspec
 
 from cohort.common.paths import default_model_dir
+from cohort.common.process.other_programs import OtherPrograms
 from cohort.common.workloads.arrivals import ClosedLoop
 from cohort.services.bench.http.load.client import Driver, HttpStreamClient, PreparedRequest, RunLog
 from cohort.services.bench.http.load.workload import RequestPlan
 from cohort.services.bench.http.results.report import SloLimits, run_duration_s, slice_figures
 from cohort.services.bench.output import publish_json
-from tests.benchmarks.figures import Measurement, foreign_share, table
-from tests.benchmarks.servers import ROOT, TICKS_PER_S, Running, Server, ServerFailed, all_servers, started
+from tests.benchmarks.figures import Measurement, table
+from tests.benchmarks.servers import ROOT, Running, Server, ServerFailed, all_servers, started
 
 QUESTIONS = tuple(Path(__file__).with_name("questions.txt").read_text(encoding="utf-8").splitlines())
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -102,23 +103,6 @@ async def send(server: Server, requests: Sequence[bytes], users: int, output_tok
         return await Driver(client, prepared, ClosedLoop(users)).run()
 
 
-class Machine:
-    """Processor time since the last look, in seconds: all, stolen, and that of the measured server and this client."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-        self._before = self._now()
-
-    def since(self) -> tuple[float, float, float]:
-        busy, stolen, measured = (now - then for now, then in zip(self._now(), self._before, strict=True))
-        return busy, stolen, measured
-
-    def _now(self) -> tuple[float, float, float]:
-        user, nice, system, _, _, irq, soft, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-        busy_s = (user + nice + system + irq + soft) / TICKS_PER_S
-        return busy_s, stolen / TICKS_PER_S, self._running.processor_s() + time.process_time()
-
-
 async def measure(
     running: Running, sampling: str, users: int, number: int, attempt: int, args: argparse.Namespace
 ) -> Measurement:
@@ -135,13 +119,14 @@ async def measure(
             args.ignore_eos,
             key,
         )
-        machine, began_s = Machine(running), time.monotonic()
+        others = OtherPrograms(os.getpid())
+        others.share()
         log = await send(server, requests, users, args.output_tokens)
-        (busy_s, stolen_s, measured_s), wall_s = machine.since(), time.monotonic() - began_s
+        foreign = others.share()
         running.check()
     finally:
         running.send(signal.SIGSTOP)
-    duration_s, processors = run_duration_s(log.records), os.cpu_count() or 1
+    duration_s = run_duration_s(log.records)
     least = args.output_tokens if args.ignore_eos else 1
     overall = slice_figures(log.records, duration_s, SloLimits())
     return Measurement(
@@ -156,8 +141,7 @@ async def measure(
         sent=len(requests),
         whole=sum(r.status == "completed" and least <= r.output_tokens <= args.output_tokens for r in log.records),
         duration_s=duration_s,
-        foreign=foreign_share(busy_s=busy_s, measured_s=measured_s, wall_s=wall_s, processors=processors),
-        stolen=stolen_s / wall_s / processors,
+        foreign=foreign or 0.0,
     )
 
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 600.0
 END_S = 20.0
@@ -101,21 +100,16 @@ def all_servers(folder: Path, model: Path, port: int, threads: int) -> list[Serv
     ]
 
 
-def processes(root: int) -> dict[int, int]:
-    """Return ticks of processor time, those of ended children among them, by process: `root` and its descendants."""
-    parents, ticks = {}, {}
+def processes(root: int) -> list[int]:
+    """Return `root` and its descendants."""
+    parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                rest = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(rest[1])
-                ticks[int(entry.name)] = sum(map(int, rest[11:15]))
-    found, waiting = {}, [root]
-    while waiting:
-        pid = waiting.pop()
-        if pid in ticks:
-            found[pid] = ticks[pid]
-            waiting += [child for child, parent in parents.items() if parent == pid]
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [root] if root in parents else []
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
     return found
 
 
@@ -156,9 +150,6 @@ class Running:
         for pid in self._known:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-    def processor_s(self) -> float:
-        return sum(processes(self._process.pid).values()) / TICKS_PER_S
 
     def end(self) -> None:
         """Ask it to end; then end what is left of it."""

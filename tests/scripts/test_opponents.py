@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.figures import ATTEMPTS, FOREIGN_LIMIT, Measurement, foreign_share, table
+from tests.benchmarks.figures import ATTEMPTS, FOREIGN_LIMIT, Measurement, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,6 @@ def measurement(server: str, number: int, rate: float, *, foreign: float = 0.0, 
         whole=whole,
         duration_s=5.0,
         foreign=foreign,
-        stolen=0.0,
     )
 
 
@@ -50,11 +49,6 @@ def test_wrong_arguments_show_the_help(arguments: tuple[str, ...]) -> None:
     done = script(*arguments)
     assert done.returncode == 2
     assert "scripts/opponents make FOLDER" in done.stderr
-
-
-def test_foreign_load_is_what_no_measured_process_had() -> None:
-    assert foreign_share(busy_s=19.0, measured_s=17.0, wall_s=10.0, processors=2) == pytest.approx(0.10)
-    assert foreign_share(busy_s=17.0, measured_s=17.1, wall_s=10.0, processors=2) == 0.0
 
 
 @pytest.mark.parametrize(

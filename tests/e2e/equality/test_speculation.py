@@ -72,6 +72,18 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
     return answers
 
 
+def _repeating(folder: Path) -> Path:
+    """What comes next depends on the last token most of all, so that a greedy answer goes in circles: drafts are right."""
+    torch.manual_seed(7)
+    save(model := llama(), folder)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 0.1
+    model.save_pretrained(folder)
+    byte_level(400).save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("preset", "mode"),
     [
@@ -93,8 +105,9 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
 def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, preset: str, mode: str) -> None:
     for each in ("off", mode):
         (tmp_path / each).mkdir()
-    plain = _asked(tmp_path, default_model, preset, "off")
-    drafted = _asked(tmp_path, default_model, preset, mode)
+    model = default_model if nightly() else _repeating(tmp_path / "m")
+    plain = _asked(tmp_path, model, preset, "off")
+    drafted = _asked(tmp_path, model, preset, mode)
     for name, choices in plain.items():
         assert told(drafted[name]) == told(choices), name
         assert scores(drafted[name]) == pytest.approx(scores(choices), abs=2e-3), name

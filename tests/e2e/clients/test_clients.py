@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import aiohttp
 import openai
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from cohort.common.messages import GatewayHello
 from cohort.common.transport.security import generate_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 from tests.e2e.clients.client_scripts import run_here
-from tests.e2e.equality.golden import compute, near_ties
-from tests.e2e.pipeline import Pipeline
+from tests.e2e.conftest import NEW_TOKENS, make_prompts
+from tests.e2e.equality.golden import compute, golden_outputs, near_ties
+from tests.e2e.equality.test_golden import ask, compare
+from tests.e2e.pipeline import CONTEXT_LIMIT, Pipeline
 from tests.e2e.tiny_models import opt, qwen2, qwen3_moe, save
-from tests.examples import another_of_its_kind
+from tests.examples import another_of_its_kind, nightly
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -138,6 +142,26 @@ def test_every_process_has_metrics_and_the_monitor_has_all(standard: Pipeline) -
         assert f'instance="{instance}"' in merged
     for family in ("kv_cache_usage_perc", "kv_transfer_bytes_total", "up", "step_seconds_sum"):
         assert f"cohort_{family}" in merged
+
+
+def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, default_model: Path) -> None:
+    """Tokens of `transformers.generate`; the longest prompt and its answer take the whole context."""
+    prompts = make_prompts(Tokenizer.from_file(str(default_model / "tokenizer.json")))
+    if not nightly():
+        prompts = [*prompts[3:24:10], *prompts[27:29], prompts[45]]
+    random = Random(21)
+    prompts.append([random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - NEW_TOKENS)])
+    goldens = golden_outputs(default_model, prompts, NEW_TOKENS)
+    before = standard.heard("decode-0").get("transfers_total", 0.0)
+    failed = standard.heard("decode-0").get("transfer_failures_total", 0.0)
+    compare(goldens, standard.complete_all([ask(g) for g in goldens]))
+    again = [g for g in goldens if len(g.prompt) > 48]
+    answers = standard.complete_all([ask(g) for g in again])
+    compare(again, answers)
+    assert sum(answer.cached_tokens > 0 for answer in answers) >= len(again) // 2
+    standard.wait_for("decode-0", "transfers_total", before + len(goldens))
+    assert standard.heard("decode-0")["transfer_failures_total"] == failed
+    standard.assert_nothing_left()
 
 
 def test_a_drained_worker_finishes_its_requests(standard: Pipeline) -> None:

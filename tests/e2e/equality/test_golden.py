@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
-from tests.e2e.conftest import NEW_TOKENS, make_prompts
-from tests.e2e.equality.golden import Golden, golden_outputs, kv_bytes, near_ties, outgrowing
-from tests.e2e.pipeline import CONTEXT_LIMIT, Answer, Pipeline
-from tests.examples import another_of_its_kind, nightly
+from tests.e2e.equality.golden import Golden, kv_bytes, near_ties, outgrowing
+from tests.e2e.pipeline import Answer, Pipeline
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -46,28 +43,6 @@ def compare_together(pipeline: Pipeline, goldens: list[Golden], worker: str) -> 
     """These, and then what outgrows a cache that is too small for them."""
     for together in (goldens, outgrowing(Path(pipeline.config.model.path))):
         compare(together, pipeline.complete_together([ask(golden) for golden in together], worker))
-
-
-def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, default_model: Path) -> None:
-    """The default model itself; the longest prompt goes up to the last position of the context."""
-    prompts = make_prompts(Tokenizer.from_file(str(default_model / "tokenizer.json")))
-    if not nightly():
-        prompts = [*prompts[3:24:10], *prompts[27:29], prompts[45]]
-    goldens = golden_outputs(default_model, prompts, NEW_TOKENS)
-    random = Random(21)
-    longest = [random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - 4)]
-    longest_golden = golden_outputs(default_model, [longest], 4)
-    before = standard.heard("decode-0").get("transfers_total", 0.0)
-    failed = standard.heard("decode-0").get("transfer_failures_total", 0.0)
-    compare(goldens, standard.complete_all([ask(g) for g in goldens]))
-    compare(longest_golden, standard.complete_all([ask(g) for g in longest_golden]))
-    again = [g for g in goldens if len(g.prompt) > 48]
-    answers = standard.complete_all([ask(g) for g in again])
-    compare(again, answers)
-    assert sum(answer.cached_tokens > 0 for answer in answers) >= len(again) // 2
-    standard.wait_for("decode-0", "transfers_total", before + len(goldens))
-    assert standard.heard("decode-0")["transfer_failures_total"] == failed
-    standard.assert_nothing_left()
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
 
 
 def _repeating(folder: Path) -> Path:
-    """What comes next depends on the last token most of all, so that a greedy answer goes in circles: drafts are right."""
+    """What comes next depends most on the last token, so that greedy answers go in circles: drafts are right."""
     torch.manual_seed(7)
     save(model := llama(), folder)
     with torch.no_grad():

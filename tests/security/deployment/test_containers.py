@@ -12,7 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +132,29 @@ def test_kv_took_the_link_that_encrypts(served: Containers):
 def test_nothing_listens_beyond_loopback(served: Containers):
     for name, process in served.processes.items():
         assert listening(process.pid) == {"127.0.0.1"}, name
+
+
+def test_a_launcher_has_the_workers_alone(served: Containers):
+    """The container with all workers of a host, in place of the two: a worker that is killed comes again; all that it
+    logs goes to the launcher's output, and the container is healthy when all are ready."""
+    before = complete(served, KEY)
+    for name in WORKERS:
+        served.processes[name].terminate()
+        assert served.processes.pop(name).wait(timeout=45) == 0
+    served.start("workers", COHORT_API_KEY=KEY)
+    run = served.folder / "workers" / "run"
+    status = [sys.executable, "-P", "-m", "cohort.services.launcher", "--status", "--run-dir", str(run)]
+    deadline_s = time.monotonic() + 180
+    while subprocess.run(status, capture_output=True, check=False).returncode != 0:
+        assert time.monotonic() < deadline_s and served.processes["workers"].poll() is None, served.log("workers")
+        time.sleep(0.5)
+    assert complete(served, KEY) == before
+    [worker] = json.loads((run / "launcher.json").read_bytes())["processes"].values()
+    os.kill(worker["pid"], signal.SIGKILL)
+    assert complete(served, KEY) == before
+    logged = [json.loads(line) for line in served.log("workers").splitlines() if line.startswith("{")]
+    assert len([each for each in logged if each["event"] == "step times"]) == 2  # as each life of the worker begins
+    assert "ready: " in served.log("workers") and not list((run / "logs").iterdir())
 
 
 def test_nothing_is_written_where_a_container_could_not(served: Containers):

@@ -19,7 +19,6 @@ from cohort.services.gateway.resume.resume_store import ResumeStore
 from tests.examples import another_of_its_kind
 from tests.services.gateway.apis import test_messages_api as messages
 from tests.services.gateway.apis import test_responses_api as responses
-from tests.services.gateway.apis.test_tenants import add, usage
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 from tests.services.gateway.resume.test_resumption import KEEP, STEP_S, copied, hurrying, states
 from tests.services.gateway.test_structured_output import CALLS, roomy  # noqa: F401
@@ -233,21 +232,6 @@ async def test_another_gateway_goes_on(open_site: OpenSite, tmp_path: Path, room
         await eventually(second.nothing_left)
 
 
-@pytest.mark.parametrize("name", SOME)
-async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Path, roomy: Path, name: str) -> None:  # noqa: F811
-    case = CASES[name]
-    async with case.site(open_site, roomy) as first:
-        undisturbed = await whole(first, case)
-        got = Got()
-        async with reading(first, got, case) as events:
-            for _ in range(9):
-                await anext(events)
-            copy = copied(tmp_path)
-        async with case.site(open_site, roomy, state=copy) as second:
-            await rest(second, got)
-        same(got, undisturbed)
-
-
 @pytest.mark.parametrize("name", ["text", "blocks"])
 async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
     open_site: OpenSite,
@@ -317,24 +301,6 @@ async def test_a_gateway_that_shuts_down_leaves_its_streams_to_the_next(
         same(got, await whole(second, case))
 
 
-@pytest.mark.parametrize("name", ["text", "message"])
-async def test_a_later_connection_takes_over(open_site: OpenSite, roomy: Path, name: str) -> None:  # noqa: F811
-    case = CASES[name]
-    async with case.site(open_site, roomy, step_s=STEP_S) as site:
-        await whole(site, case)  # the first stream waits for its database while tokens come
-        early = Got()
-        async with reading(site, early, case) as events:
-            for _ in range(5):
-                await anext(events)
-            late = Got(token=early.token)
-            await rest(site, late)
-            async for _ in events:
-                pass
-        [failure] = early.failures
-        assert "another connection" in str(failure)
-        assert late.events[: len(early.events)] == early.events and late.done
-
-
 async def test_a_silent_stream_is_kept_alive_without_places(open_site: OpenSite, roomy: Path) -> None:  # noqa: F811
     case = CASES["message"]
     async with case.site(open_site, roomy) as site:
@@ -356,17 +322,6 @@ async def test_what_cannot_be_kept_is_refused_by_name(site: Site, path: str, bod
     for headers, stream, said in (({"x-cohort-resume": "yes"}, True, "'keep'"), (KEEP, False, "only a stream")):
         status, answer = await site.post(path, {**body, "stream": stream}, headers=headers)
         assert status == 400 and "x-cohort-resume" in answer["error"]["message"] and said in answer["error"]["message"]
-
-
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-async def test_without_asking_a_stream_is_as_before(open_site: OpenSite, path: str) -> None:
-    async with open_site(step_s=STEP_S) as site:
-        body = {**(ASK if path == RESPONSES else SAY), "model": "tiny", "stream": True}
-        async with site.session.post(site.url + path, json=body) as response:
-            assert "x-cohort-resume" not in response.headers
-            assert b"id: " not in (await response.content.readany())
-        await eventually(site.nothing_left)
-        assert site.manager.cancelled
 
 
 # -- What is kept ----------------------------------------------------------------------------------------------------
@@ -452,36 +407,3 @@ async def test_a_response_that_is_not_to_be_stored_is_not(open_site: OpenSite, r
         await rest(site, got)
         assert got.done and not got.response()["store"]
         assert (await site.get(f"{RESPONSES}/{got.response()['id']}"))[0] == 404
-
-
-@pytest.mark.parametrize("name", ["calls", "blocks"])
-async def test_a_stream_is_its_keys_and_is_charged_once(
-    open_site: OpenSite,
-    tmp_path: Path,
-    roomy: Path,  # noqa: F811
-    name: str,
-) -> None:
-    case, file = CASES[name], tmp_path / "keys" / "keys.json"
-    alice, bob = add(file, "alice"), add(file, "bob")
-    keys = {"file": str(file)}
-    async with (
-        case.site(open_site, roomy, keys=keys) as first,
-        case.site(open_site, roomy, keys=keys, instance="other") as second,
-    ):
-        got = Got()
-        await some(first, got, 4, case, **alice)
-        for site in (first, second):
-            async with site.session.get(f"{site.url}/v1/streams/{got.token}", headers=bob) as response:
-                assert response.status == 404
-        await some(first, got, 3, **alice)
-        await some(second, got, 3, **alice)
-        await rest(second, got, **alice)
-        await rest(second, Got(token=got.token), **alice)
-        await eventually(first.nothing_left)
-        await asyncio.sleep(0.05)
-        for site in (first, second):
-            await usage(site, alice)
-        [row] = await usage(first, alice)
-        told = got.response()["usage"] if name == "calls" else got.events[-2]["usage"]
-        assert (row["requests"], row["completion_tokens"]) == (1, told["output_tokens"])
-        assert row["prompt_tokens"] == told["input_tokens"] + told.get("cache_read_input_tokens", 0)

@@ -21,7 +21,7 @@ from cohort.services.gateway.resume.resume_marks import Place
 from cohort.services.gateway.resume.resume_store import ResumeStore
 from tests.examples import another_of_its_kind
 from tests.services.gateway.apis.test_tenants import add, budget_of, usage
-from tests.services.gateway.cluster import Gate, Manager
+from tests.services.gateway.cluster import Manager
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 
 KEEP = {"x-cohort-resume": "keep"}
@@ -230,22 +230,6 @@ async def test_another_gateway_goes_on_behind_what_was_written(
         same(read, undisturbed)
         await eventually(first.nothing_left)
         await eventually(second.nothing_left)
-
-
-async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Path, handler_waits: Gate) -> None:
-    """As kill -9 leaves it: a copy of the database while the gateway generates."""
-    async with open_site(step_s=STEP_S) as first:
-        undisturbed = await whole(first, "/v1/completions", PROMPT)
-        first.manager.gate = handler_waits  # an event for each token
-        read = Read()
-        async with reading(first, read, "/v1/completions", PROMPT) as events:
-            for _ in range(5):
-                await anext(events)
-            copy = copied(tmp_path)
-        first.manager.gate = None
-        async with open_site(state=copy) as second:
-            await rest(second, read)
-        same(read, undisturbed)
 
 
 async def test_a_gateway_that_shuts_down_leaves_its_streams_to_the_next(open_site: OpenSite) -> None:

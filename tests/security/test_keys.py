@@ -6,14 +6,13 @@ Requests without number, few requests with answers of any length, and priorities
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import openai
 import pytest
 
-from cohort.common.config import CONFIGS_DIR, Config
+from cohort.common.config import Config
 from cohort.common.errors import RequestError
 from cohort.common.machines.effects import Admitted, Rejected
 from cohort.common.machines.events import Estimated, Offered
@@ -105,14 +104,6 @@ async def test_a_key_that_floods_leaves_half_to_the_others(open_site: OpenSite) 
         await eventually(site.nothing_left)
 
 
-async def test_one_key_alone_has_everything(open_site: OpenSite) -> None:  # noqa: F811
-    async with open_site(api_keys=("key-a",), max_waiting_requests=8) as site:
-        site.manager.place = False
-        for task in await fill(site, A, 8):
-            task.cancel()
-        await eventually(site.nothing_left)
-
-
 @pytest.mark.parametrize(("secrets", "several"), [(("s", "s"), False), (("s", "t"), True)], ids=["same", "different"])
 async def test_two_names_of_one_secret_are_one_owner_everywhere(
     open_site: OpenSite,  # noqa: F811
@@ -186,10 +177,3 @@ async def test_no_key_overtakes_the_others(open_site: OpenSite) -> None:  # noqa
         for asked in (-(2**31), 5):
             assert (await site.post("/v1/completions", {**ASK, "priority": asked}, headers=A))[0] == 200
         assert [submitted.priority for submitted in site.manager.submitted] == [0, 5]
-
-
-def test_the_keys_option_names_paths_without_a_key() -> None:
-    text = Path(CONFIGS_DIR / "default.yaml").read_text(encoding="utf-8")
-    beside = text[: text.index("  api_keys:")].splitlines()[-1]
-    for path in ("/health", "/ready", "/version", "/metrics"):
-        assert path in beside

@@ -8,14 +8,12 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cohort.common.config import CONFIGS_DIR, load_config
+from cohort.common.config import load_config
 from cohort.common.keys.key_file import OwnLimits, editing, new_key
 from cohort.common.machines.recorder import config_text
 from cohort.common.process.metrics import TOKEN_HEADER
-from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.keyring import Keyring
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
 
@@ -27,54 +25,6 @@ def add(path: Path, name: str, **limits: int) -> str:
     with editing(path) as held:
         held[0], _, secret = new_key(held[0], name, 1, rt=OwnLimits(**limits))
     return secret
-
-
-async def answered(site: Site, head: str, body: bytes = b"") -> bytes:
-    """What comes back before the body is complete."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", site.gateway.port)
-    try:
-        writer.write(head.encode() + body)
-        async with asyncio.timeout(5):
-            return await reader.readuntil(b"}}")
-    finally:
-        writer.close()
-
-
-@pytest.mark.parametrize(
-    "limits", [{"requests_per_minute": 1}, {"tokens_per_minute": 5}, {"tokens_per_day": 5}, {"concurrent_requests": 1}]
-)
-async def test_a_body_is_not_read_for_a_key_beyond_its_limits(
-    open_site: OpenSite,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limits: dict[str, int],
-) -> None:
-    path = tmp_path / "keys.json"
-    secret = add(path, "alice", **limits)
-    headers = {"Authorization": f"Bearer {secret}"}
-    async with open_site(lambda request: [9] * 4, keys={"file": str(path)}) as site:
-        site.manager.place = "concurrent_requests" not in limits
-        first = asyncio.create_task(site.post("/v1/completions", ASK, headers=headers))
-        await eventually(lambda: len(site.manager.submitted) == 1)
-        if site.manager.place:
-            assert (await first)[0] == 200
-
-        def read(*_: Any, **__: Any) -> None:
-            raise AssertionError("its body is looked at")
-
-        monkeypatch.setattr(RequestBodies, "reading", read)
-        for length in ("Content-Length: 4000000", "Transfer-Encoding: chunked"):
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"
-                f"Content-Type: application/json\r\n{length}\r\n\r\n"
-            )
-            answer = await answered(site, head, b"10\r\n{" if "chunked" in length else b"{")
-            assert answer.startswith(b"HTTP/1.1 429") and next(iter(limits)).encode() in answer
-            assert b"retry-after" in answer.lower()
-        assert site.gateway.generator.bodies.in_flight_bytes == 0
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await eventually(site.nothing_left)
 
 
 async def test_a_prompt_beyond_the_limit_is_refused_before_it_is_offered(
@@ -170,9 +120,3 @@ def test_a_recording_names_no_key() -> None:
     config = load_config(overrides={"gateway": {"api_keys": ["very-secret", "more-secret"]}})
     text = config_text(config)
     assert "secret" not in text.replace("curve_secret_key_file", "") and config.shares_fairly
-
-
-def test_the_options_are_in_the_default_file() -> None:
-    text = (CONFIGS_DIR / "default.yaml").read_text(encoding="utf-8")
-    for option in ("fair_sharing", "requests_per_minute", "tokens_per_day", "concurrent_requests"):
-        assert f"{option}: " in text

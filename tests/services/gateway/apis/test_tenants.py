@@ -222,15 +222,15 @@ async def test_tokenising_counts_as_a_request_and_costs_no_tokens(open_site: Ope
 LARGE = b'{"prompt": "' + b"x " * 5_000_000 + b'"}'
 
 
-@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_day", "concurrent_requests"])
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests"])
 async def test_a_refusal_looks_at_no_body(
     open_site: OpenSite, key_file: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Ten megabytes are neither collected nor parsed nor tokenised, and are not even invited."""
     looked: list[str] = []
-    alice = add(key_file, "alice", rt=OwnLimits(**{limit: 1 if limit != "tokens_per_day" else 5}))
+    alice = add(key_file, "alice", rt=OwnLimits(**{limit: 5 if "tokens" in limit else 1}))
     async with open_site(endless, keys=of(key_file), step_s=0.02, max_body_bytes=20 << 20) as site:
-        running = asyncio.create_task(post(site, alice, {**ASK, "max_tokens": 4 if limit == "tokens_per_day" else 500}))
+        running = asyncio.create_task(post(site, alice, {**ASK, "max_tokens": 4 if "tokens" in limit else 500}))
         await eventually(lambda: bool(site.manager.submitted))
         for owner, name in ((RequestBodies, "reading"), (RequestParser, "read"), (Tokenizer, "encode_all")):
             original = getattr(owner, name)

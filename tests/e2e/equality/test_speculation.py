@@ -15,8 +15,8 @@ import torch
 
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.drafts.test_next_token_module import Checkpoint
-from tests.e2e.equality.golden import Golden, compute, kv_bytes
-from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
+from tests.e2e.equality.golden import compute
+from tests.e2e.equality.test_golden import SHORT_SIGHTED, compare
 from tests.e2e.equality.test_splits import PLACES, REQUESTS, SplitPipeline, scores, told
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.tiny_models import llama, save, save_deep_llama
@@ -111,42 +111,6 @@ def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, p
     for name, choices in plain.items():
         assert told(drafted[name]) == told(choices), name
         assert scores(drafted[name]) == pytest.approx(scores(choices), abs=2e-3), name
-
-
-@another_of_its_kind()
-@pytest.mark.parametrize("mode", ["lookup", "model"])
-def test_drafts_are_golden_under_preemption(
-    tmp_path: Path, default_model: Path, goldens: list[Golden], mode: str
-) -> None:
-    overrides = {
-        "speculation": _speculating(mode, default_model, tmp_path),
-        "engine": {"prefill_chunk": 48, "preemption": "swap"},
-        "kv": {"memory_bytes": kv_bytes(default_model, 51 if mode == "lookup" else 102)},
-    }
-    with Pipeline(tmp_path, default_model, overrides, preset="unified") as pipeline:
-        for concurrency in (2, 32):
-            compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=concurrency))
-        pipeline.wait_for("unified-0", "preemptions_total", 1)
-        pipeline.wait_for("unified-0", "drafted_tokens_rt_total", 1)
-        pipeline.assert_nothing_left()
-
-
-@another_of_its_kind()
-def test_a_worker_killed_while_a_model_drafts_costs_a_pause_and_nothing_else(
-    tmp_path: Path, default_model: Path, goldens: list[Golden]
-) -> None:
-    with (
-        Pipeline(
-            tmp_path, default_model, {"speculation": _speculating("model", default_model, tmp_path)}, preset="unified"
-        ) as pipeline,
-        ThreadPoolExecutor(1) as client,
-    ):
-        answers = client.submit(pipeline.complete_all, [ask(golden) for golden in goldens], concurrency=2)
-        pipeline.wait_for("unified-0", "drafted_tokens_rt_total", 1, timeout_s=60.0)
-        pipeline.kill("unified-0")
-        pipeline.start("unified-0")
-        compare(goldens, answers.result(timeout=300))
-        pipeline.assert_nothing_left()
 
 
 @another_of_its_kind()

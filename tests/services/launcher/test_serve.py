@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from cohort.common.http.ports import free_port
 from cohort.common.paths import cache_dir
 from cohort.services.launcher.run_files import LauncherState, RunFiles
-from tests.common.engine.driver import count_near_ties, random_prompts, reference_generate
-from tests.engine_models import VOCAB, save_random_model
 from tests.examples import another_of_its_kind
 from tests.gguf_models import add_tokenizer, random_model, write_gguf
-from tests.quantised_models import write
-from tests.services.gateway.tiny_model import byte_level, write_model
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -161,31 +156,3 @@ def test_a_worker_that_cannot_load_the_model_is_reported(serve: Serve, tmp_path:
     assert result.returncode == 1
     assert "unified-0" in result.stderr
     assert time.monotonic() - started_s < 120
-
-
-@another_of_its_kind()
-def test_a_quantised_checkpoint_is_served(serve: Serve, tmp_path: Path):
-    """GPTQ in 4 bits: the tokens of transformers over the dequantised weights, through all processes."""
-    tokenizer = byte_level()
-    shape = transformers.LlamaConfig(
-        vocab_size=max(VOCAB, tokenizer.get_vocab_size()),
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    written = write(save_random_model(shape, tmp_path / "plain"), tmp_path, "gptq-4")
-    outside = write_model(tmp_path / "outside", tokenizer)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (written.folder / file).write_bytes((outside / file).read_bytes())
-    options = ["--preset", "unified", "--served-name", "served", "--set", "model.dtype=float32"]
-    refused = serve("--detach", "--quantization", "awq", *options, model=written.folder)
-    assert refused.returncode == 2 and "awq, but config.json" in refused.stderr
-    started = serve("--detach", "--quantization", "gptq", *options, model=written.folder)
-    assert started.returncode == 0, started.stdout + started.stderr
-    for expected in reference_generate(written.dequantised, random_prompts((9, 30)), 8):
-        answer = serve.answer(prompt=expected.prompt, max_tokens=8, ignore_eos=True, return_token_ids=True)
-        assert count_near_ties(expected, answer["cohort"]["requests"][0]["token_ids"]) == 0
-    assert serve("--stop").returncode == 0

@@ -111,20 +111,6 @@ def test_kills(victim: str, seed: int) -> None:
     finish(found, 6.0)
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
-    found = world(50, PD, blocks=40, host_blocks=30)
-    offer(found, 30, requests)
-    found.at(2.3, lambda: found.kill_worker(victim, None))
-    finish(found, 6.0)
-
-
-def test_unified_workers_park_and_go_on_where_they_are() -> None:
-    found = world(51, UNIFIED_TWICE, blocks=40, host_blocks=30)
-    offer(found, 30, requests)
-    finish(found, 6.0)
-
-
 @pytest.mark.parametrize(("seed", "host_blocks"), in_turn(product((2, 25, 137, 153, 165, 203), (0, 16)), of=2))
 def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
     """Seeds that once left KV parked where another request waited for its blocks."""

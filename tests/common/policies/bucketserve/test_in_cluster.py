@@ -6,7 +6,6 @@ The world checks every slot of KV; here also that the manager's batches arrive a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from random import Random
 
 import pytest
@@ -20,10 +19,10 @@ from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import Placement
 from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import Role
-from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, Asked, finish, offer, tokens
+from tests.common.machines.clusters import PD_TWICE, UNIFIED_TWICE, Asked, finish, offer, tokens
 from tests.common.machines.world import World
 from tests.common.policies.bucketserve.cluster import controller, demand_rule
-from tests.support.kinds import by_default, in_turn
+from tests.support.kinds import in_turn
 
 
 def buckets() -> BucketedPrefill:
@@ -84,28 +83,6 @@ def test_batches_stay_together_on_their_way_to_a_prefill_worker(monkeypatch: pyt
     assert all(len(workers) == 1 for workers in seen.values())
     assert {worker for workers in seen.values() for worker in workers} == {"prefill-0", "prefill-1"}
     assert max(sizes.values()) > 2
-
-
-@pytest.mark.parametrize("seed", by_default(range(3), 0))
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])
-def test_kills(victim: str, seed: int) -> None:
-    world = World(20 + seed, PD_TWICE, Disaggregated, blocks=40, order=buckets, run_failure_rate=0.05)
-    offer(world, 50, requests)
-    if victim == "manager":
-        world.at(2.5, lambda: world.kill_manager(0.4))
-    else:
-        world.at(2.2, lambda: world.kill_worker(victim, 1.5))
-    for index in range(0, 50, 9):
-        world.at(2.1 + 0.01 * index, partial(world.cancel, f"r{index}"))
-    finish(world)
-
-
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-def test_the_last_of_a_role_is_stood_in_for(victim: str) -> None:
-    world = World(30, PD, Disaggregated, order=buckets)
-    offer(world, 30, requests)
-    world.at(2.2, lambda: world.kill_worker(victim, None))
-    finish(world)
 
 
 def test_a_request_that_fits_nowhere_is_refused_and_blocks_no_other() -> None:

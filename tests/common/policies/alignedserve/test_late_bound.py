@@ -8,8 +8,6 @@ from msgspec.structs import replace
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
-from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
-from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
 from cohort.common.policies.alignedserve.late_bound import LateBound
 from cohort.common.policies.alignedserve.thresholds import Thresholds, patience_s
 from cohort.common.policies.interface import ClusterView, Placed, WaitingRequest
@@ -62,15 +60,6 @@ def test_patience_is_a_share_of_the_responses_tpot_allowance() -> None:
     assert patience_s(begun, **rules) == pytest.approx(0.5 * 0.1 * 5)
     assert patience_s(request("b"), **rules) == 10.0
     assert patience_s(request("c", tpot_s=9.0), **rules) == 10.0
-
-
-def test_the_preset_names_its_policies() -> None:
-    config = load_config(preset="alignedserve")
-    compose.check_names(config)
-    assert isinstance(compose.placement(config), LateBound)
-    assert isinstance(compose.late_binding(config), AlignedBinding)
-    assert isinstance(compose.iteration(config), AlignedBatching)
-    assert compose.late_binding(load_config()) is None
 
 
 def test_a_late_bound_segment_needs_a_binding_policy() -> None:

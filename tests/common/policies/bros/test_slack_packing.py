@@ -318,13 +318,6 @@ def test_with_shared_blocks_no_sequence_is_dropped_and_slots_come_back_beside_th
     assert "be" in names(plan)
 
 
-def test_the_preset_names_its_policies() -> None:
-    config = load_config(preset="bros")
-    compose.check_names(config)
-    assert isinstance(compose.iteration(config), SlackPacking)
-    assert isinstance(compose.allocation(config, GEOMETRY, 4, 4), BidirectionalAllocator)
-
-
 @pytest.mark.parametrize("overrides", [{"kv": {"prefix_caching": True}}, {"baselines": {"padded": True}}])
 def test_policies_that_write_into_shared_blocks_are_refused(overrides: dict[str, dict[str, bool]]) -> None:
     with pytest.raises(ConfigError, match="bidirectional"):

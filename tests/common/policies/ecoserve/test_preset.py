@@ -1,25 +1,12 @@
-"""The preset names this system's policies, and every option reaches them."""
+"""Every option reaches the policies of the preset."""
 
 from __future__ import annotations
 
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.baselines.placements import Colocated
-from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from cohort.common.policies.settings import EcoServeSettings, placed
-from cohort.common.types import Role
-from tests.common.policies.baselines.drive import GEOMETRY
-
-
-def test_the_preset_names_its_policies() -> None:
-    config = load_config(preset="ecoserve")
-    compose.check_names(config)
-    assert isinstance(compose.placement(config), Colocated)
-    assert isinstance(compose.iteration(config), TimeSynced)
-    assert isinstance(compose.allocation(config, GEOMETRY, 8, 2), NestedAllocator)
-    assert set(config.instance_roles.values()) == {Role.UNIFIED}
 
 
 def test_options_arrive() -> None:

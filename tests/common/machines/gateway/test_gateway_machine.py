@@ -19,7 +19,6 @@ from cohort.common.machines.events import (
     Tick,
     Undelivered,
 )
-from cohort.common.machines.gateway.peers import MAX_TIMEOUTS
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,
@@ -210,29 +209,11 @@ def test_a_late_prediction_of_an_unsubmitted_request_rides_along() -> None:
     assert submit.request.prediction == ANSWER
 
 
-def test_a_predictor_that_is_away_delays_nothing() -> None:
-    gateway = Gateway()
-    for number in range(MAX_TIMEOUTS):
-        gateway.offer(f"r{number}")
-        gateway.until(gateway.now_s + 0.02)
-    assert len(sent(Submit, gateway.offer("next"))) == 1
-    gateway.answer("next")
-    assert sent(Submit, gateway.offer("back")) == []  # worth waiting for again
-
-
 def test_a_question_that_cannot_be_sent_costs_no_wait() -> None:
     gateway = Gateway()
     gateway.offer("r")
     [question] = sent(PredictLength, gateway.effects)
     [submit] = sent(Submit, gateway.tell(Undelivered("predictor", question)))
-    assert submit.request.prediction is not None and submit.request.prediction.source == "default"
-
-
-def test_an_offer_that_brings_its_prediction_is_submitted_at_once() -> None:
-    gateway = Gateway(predictor="")
-    [submit] = sent(Submit, gateway.offer("r", prediction=ANSWER))
-    assert submit.request.prediction == ANSWER
-    [submit] = sent(Submit, gateway.offer("s"))
     assert submit.request.prediction is not None and submit.request.prediction.source == "default"
 
 

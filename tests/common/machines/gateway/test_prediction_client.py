@@ -30,30 +30,12 @@ def test_an_answer_in_time_is_taken() -> None:
     assert one.due_s() == float("inf") and one.overdue(1.0) == []
 
 
-def test_silence_costs_the_wait_and_gives_the_default() -> None:
-    one, a = desk(), entry()
-    one.request_prediction(1.0, [a], FACTS)
-    assert one.overdue(1.019) == []
-    assert one.overdue(1.02) == [a]
-    assert (a.prediction, one.defaults_total) == (DEFAULT, 1)
-    assert abs(a.predict_s - 0.02) < 1e-9
-
-
 def test_all_choices_of_a_prompt_share_one_question() -> None:
     one, choices = desk(), [entry("a"), entry("b"), entry("c")]
     assert one.request_prediction(0.0, choices, FACTS) == PredictLength("a", FACTS)
     one.observed(choices[0], FinishReason.CANCELLED)  # the one in whose name it was asked is gone already
     assert one.answered(0.01, Predicted("a", ANSWER)) == (choices[1:], False)
     assert all(choice.facts is FACTS for choice in choices)
-
-
-def test_a_late_answer_is_handed_on_once() -> None:
-    one, a = desk(), entry()
-    one.request_prediction(0.0, [a], FACTS)
-    one.overdue(0.02)
-    assert one.answered(0.5, Predicted("r", ANSWER)) == ([a], True)
-    assert one.answered(0.5, Predicted("r", ANSWER)) == ([], False)
-    assert (a.prediction, one.defaults_total) == (ANSWER, 1)
 
 
 def test_an_answer_after_the_request_changes_nothing() -> None:
@@ -92,14 +74,6 @@ def test_a_predictor_that_is_away_is_asked_once_a_second_until_it_returns() -> N
     assert one.request_prediction(1.4, [again], FACTS) == PredictLength("again", FACTS)
     assert again.prediction is None
     assert one.answered(1.4, Predicted("again", ANSWER)) == ([again], False)
-
-
-def test_an_unreachable_predictor_costs_no_wait() -> None:
-    one, a = desk(), entry()
-    one.request_prediction(0.0, [a], FACTS)
-    assert one.unreachable(0.0, "r") == [a]
-    assert (a.prediction, one.due_s()) == (DEFAULT, float("inf"))
-    assert one.unreachable(0.0, "r") == []
 
 
 def test_without_a_predictor_none_is_asked_or_taught() -> None:

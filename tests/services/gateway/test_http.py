@@ -113,18 +113,6 @@ async def test_wrong_addresses_are_json_errors(site: Site, method: str, path: st
         assert response.headers["x-request-id"]
 
 
-async def test_a_body_too_large_is_413(open_site: OpenSite) -> None:
-    async with open_site(max_body_bytes=1000) as site:
-        status, body = await site.post("/v1/completions", {"prompt": "x" * 2000})
-        assert (status, body["error"]["code"], "1000" in body["error"]["message"]) == (413, "413", True)
-
-
-async def test_compressed_bodies_are_not_read(site: Site) -> None:
-    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    async with site.session.post(site.url + "/v1/completions", data=b"no gzip", headers=headers) as response:
-        assert response.status == 415
-
-
 async def test_a_wrong_content_type_names_the_curl_option(site: Site) -> None:
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl says when told nothing
     data = json.dumps(ASK).encode()

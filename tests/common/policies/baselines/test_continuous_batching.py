@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.sequence import Phase, Sequence
@@ -136,58 +133,6 @@ def test_swapped_sequences_come_back_before_anybody_new_is_let_in() -> None:
     assert [(copy.direction, len(copy.device)) for copy in plan.copies] == [("in", 2)]
     assert rows(plan)[-1] == ("young", 8, 1)
     assert young.phase is Phase.RUNNING
-
-
-@given(
-    loads=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=25),
-    blocks=st.integers(11, 40),
-    host=st.integers(0, 20),
-    max_rows=st.integers(1, 6),
-    budget=st.integers(1, 20),
-    chunk=st.integers(1, 20),
-    swap=st.booleans(),
-    caching=st.booleans(),
-)
-def test_everything_ends_within_bounds(
-    loads: list[tuple[int, int, int]],
-    blocks: int,
-    host: int,
-    max_rows: int,
-    budget: int,
-    chunk: int,
-    swap: bool,
-    caching: bool,
-) -> None:
-    policy = scheduler(
-        max_rows=max_rows, max_step_tokens=budget, prefill_chunk=chunk, preemption="swap" if swap else "recompute"
-    )
-    kv = PagedAllocator(GEOMETRY, blocks, host, prefix_caching=caching)
-    alive = [
-        sequence(f"s{i}", prompt, arrived_s=i, max_tokens=output, priority=priority)
-        for i, (prompt, output, priority) in enumerate(loads)
-    ]
-    for one in alive:
-        policy.add(0.0, one)
-    for step in range(6000):
-        if not alive:
-            break
-        plan = decide(policy, kv, float(step))
-        assert plan.rows, "work is left but nothing runs"
-        assert len(plan.rows) <= max_rows
-        assert plan.tokens <= budget
-        assert len({row.sequence.key for row in plan.rows}) == len(plan.rows)
-        for row in plan.rows:
-            assert row.sequence.phase is Phase.RUNNING
-            assert row.start == row.sequence.computed
-            assert len(kv.blocks(row.sequence.key)) >= GEOMETRY.blocks_for(row.start + row.count)
-        run(plan, kv)
-        kv.check()
-        for one in [s for s in alive if s.output_tokens >= s.request.sampling.max_tokens]:
-            policy.remove(float(step), one)
-            kv.release(one.key)
-            alive.remove(one)
-    assert not alive, "something starved"
-    assert kv.owners() == {}
 
 
 def test_a_sequence_that_comes_swapped_is_brought_back_before_waiting_ones_start() -> None:

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.pipeline import Pipeline
+from tests.e2e.test_gateways import until_ready
 
 pytestmark = pytest.mark.pipeline
 
@@ -35,13 +36,6 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> I
     with Pipeline(folder, default_model, overrides, preset="unified") as running:
         until_ready(running)
         yield running
-
-
-def until_ready(pipeline: Pipeline) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not all(pipeline.state().get(name, {}).get("ready") for name in GATEWAYS):
-        assert time.monotonic() < deadline, pipeline.state()
-        time.sleep(0.1)
 
 
 class Client:

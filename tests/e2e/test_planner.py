@@ -17,15 +17,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-import transformers
 from prometheus_client.parser import text_string_to_metric_families
 
 from cohort.common.paths import default_model_dir
 from cohort.common.planning.orders import Done, DrainWorker, socket_of
+from tests.e2e.equality.test_seeds import tiny_model
 from tests.e2e.pipeline import Answer, complete
-from tests.engine_models import VOCAB, save_random_model
 from tests.examples import nightly
-from tests.services.gateway.tiny_model import byte_level, write_model
 from tests.services.launcher.test_serve import Serve
 
 pytestmark = [
@@ -64,28 +62,10 @@ STEERED_S, STEER = 10.0, 1.06
 or shrinks, by this factor a second while the planner measures that all, or hardly any, are in time."""
 
 
-def small_model(folder: Path) -> Path:
-    tokenizer = byte_level()
-    shape = transformers.LlamaConfig(
-        vocab_size=max(VOCAB, tokenizer.get_vocab_size()),
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    model = save_random_model(shape, folder / "model")
-    outside = write_model(folder / "outside", tokenizer)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (model / file).write_bytes((outside / file).read_bytes())
-    return model
-
-
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
     (tmp_path / "cache").mkdir()
-    made = Serve(tmp_path / "cache", small_model(tmp_path))
+    made = Serve(tmp_path / "cache", tiny_model(tmp_path))
     yield made
     made("--stop")
 

@@ -24,6 +24,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.services.gateway.tiny_model import byte_level
+
 
 def llama() -> PreTrainedModel:
     """Four KV heads: divided by 2 and by 4."""
@@ -212,3 +214,10 @@ def save(model: PreTrainedModel, folder: Path) -> None:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
+
+
+def save_of_bytes(model: PreTrainedModel, folder: Path) -> Path:
+    """With a tokenizer of 400 tokens, as many as the models here have."""
+    save(model, folder)
+    byte_level(400).save(str(folder / "tokenizer.json"))
+    return folder

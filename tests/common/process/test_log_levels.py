@@ -8,29 +8,15 @@ import json
 import logging
 import os
 import signal
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import structlog
 
 from cohort.common.config import LoggingConfig
 from cohort.common.process.log_levels import level_file, listen_for_levels, request_level
 from cohort.common.process.logs import configure_logging, log_level
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
-    yield
-    root.handlers[:], root.level = handlers, level
-    sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
-    structlog.reset_defaults()
+from tests.common.process.test_logs import restored as restored
 
 
 def started(tmp_path: Path, level: str = "info") -> tuple[structlog.stdlib.BoundLogger, io.StringIO]:

@@ -22,9 +22,8 @@ from tests.e2e.conftest import NEW_TOKENS, make_prompts
 from tests.e2e.equality.golden import compute, golden_outputs, near_ties
 from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import CONTEXT_LIMIT, Pipeline
-from tests.e2e.tiny_models import opt, qwen2, qwen3_moe, save
+from tests.e2e.tiny_models import opt, qwen2, qwen3_moe, save_of_bytes
 from tests.examples import another_of_its_kind, nightly
-from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -181,18 +180,12 @@ def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, 
         asyncio.run(intrude())
 
 
-def tiny(folder: Path, model: PreTrainedModel) -> Path:
-    save(model, folder)
-    byte_level(400).save(str(folder / "tokenizer.json"))
-    return folder
-
-
 @pytest.mark.parametrize(
     "make", [qwen3_moe, *(pytest.param(other, marks=another_of_its_kind()) for other in (qwen2, opt))]
 )
 def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreTrainedModel]) -> None:
     torch.manual_seed(7)
-    folder = tiny(tmp_path / "model", make())
+    folder = save_of_bytes(make(), tmp_path / "model")
     prompts = [[(i * j) % 390 + 5 for j in range(1, 4 + 7 * i)] for i in range(1, 14)]
     goldens = compute(folder, prompts, 20)
     overrides = {"engine": {"prefill_chunk": 24}, "kv": {"memory_bytes": 16 << 20}}

@@ -21,9 +21,8 @@ import pytest
 import torch
 
 from tests.e2e.clients.client_scripts import ROOT, environment_of
-from tests.e2e.clients.test_clients import tiny
 from tests.e2e.pipeline import Pipeline
-from tests.e2e.tiny_models import qwen2
+from tests.e2e.tiny_models import qwen2, save_of_bytes
 from tests.services.gateway.tiny_model import TEMPLATE
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -37,7 +36,7 @@ def test_a_live_pipeline_keeps_to_its_schema(tmp_path: Path) -> None:
     programs = environment_of("schemathesis")
     examples = int(os.environ.get("COHORT_SCHEMA_EXAMPLES", "20"))
     torch.manual_seed(7)
-    model = tiny(tmp_path / "model", qwen2())
+    model = save_of_bytes(qwen2(), tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     with Pipeline(tmp_path, model, {"kv": {"memory_bytes": 16 << 20}}, preset="unified") as pipeline:
         command = [str(programs / "schemathesis"), "run", f"{pipeline.url}/openapi.json", "--no-color"]

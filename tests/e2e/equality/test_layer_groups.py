@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from tests.e2e.equality.golden import compute
 from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare, compare_together
 from tests.e2e.pipeline import Pipeline
-from tests.e2e.tiny_models import gemma3, gpt_oss, qwen2_windows, save
+from tests.e2e.tiny_models import gemma3, gpt_oss, qwen2_windows, save_of_bytes
 from tests.examples import another_of_its_kind
-from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow, another_of_its_kind()]
 
@@ -46,9 +45,7 @@ def test_answers_are_golden(
     evidence: str,
 ) -> None:
     torch.manual_seed(7)
-    model = tmp_path / "m"
-    save(made(), model)
-    byte_level(400).save(str(model / "tokenizer.json"))
+    model = save_of_bytes(made(), tmp_path / "m")
     random = Random(4)
     shared = [random.randrange(3, 400) for _ in range(128)]
     prompts = [[random.randrange(3, 400) for _ in range(length)] for length in (1, 15, 40, 100, 130, 200, 64, 70, 33)]

@@ -12,9 +12,8 @@ import torch
 from tests.e2e.equality.golden import Golden, golden_outputs
 from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare, compare_together
 from tests.e2e.pipeline import Pipeline
-from tests.e2e.tiny_models import deepseek, llama, save
+from tests.e2e.tiny_models import deepseek, llama, save_of_bytes
 from tests.examples import nightly
-from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -26,10 +25,7 @@ BLOCK_BYTES = 3 * 2 * 4 * 8 * 4 * 16
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("model")
-    save(llama(), folder)
-    byte_level(400).save(str(folder / "tokenizer.json"))
-    return folder
+    return save_of_bytes(llama(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +84,7 @@ def test_kv_moves_between_workers_of_any_degrees(
 def test_latents_move_between_workers_of_any_degrees(tmp_path: Path, degrees: tuple[int, int]) -> None:
     """To every rank of the receiver all of them; a prefix that comes again is found in the caches of all ranks."""
     torch.manual_seed(7)
-    folder, random = tmp_path / "deepseek", Random(5)
-    save(deepseek(), folder)
-    byte_level(400).save(str(folder / "tokenizer.json"))
+    folder, random = save_of_bytes(deepseek(), tmp_path / "deepseek"), Random(5)
     lengths = (1, 17, 60, 90, 33, 70)
     asked = golden_outputs(
         folder, [[random.randrange(3, 400) for _ in range(length)] for length in lengths], NEW_TOKENS

@@ -16,18 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.e2e.equality.test_seeds import tiny_model
 from tests.e2e.hosts.test_kubernetes_processes import KEY, Cluster
-from tests.e2e.test_planner import (
-    DEADLINE_S,
-    OPTIONS,
-    all_served,
-    decisions,
-    ready_workers,
-    small_model,
-    state_of,
-    under_load,
-    why,
-)
+from tests.e2e.test_planner import DEADLINE_S, OPTIONS, all_served, decisions, ready_workers, state_of, under_load, why
 from tests.e2e.test_planner import shapes as between
 from tests.examples import nightly
 from tests.kubernetes_double import ApiServer
@@ -106,7 +97,7 @@ def options() -> dict[str, Any]:
 
 
 async def test_a_pod_comes_with_the_load_and_goes_with_it(tmp_path: Path):
-    planned = Planned(tmp_path, small_model(tmp_path))
+    planned = Planned(tmp_path, tiny_model(tmp_path))
     try:
         await planned.start()
         assert planned.server.writes == []  # its own question at the start wrote nothing

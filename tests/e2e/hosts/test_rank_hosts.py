@@ -22,10 +22,9 @@ from tests.e2e.equality.golden import Golden, golden_outputs
 from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
 from tests.e2e.forked import ForkedProcess, fork
 from tests.e2e.pipeline import Pipeline
-from tests.e2e.tiny_models import llama, save
+from tests.e2e.tiny_models import llama, save_of_bytes
 from tests.examples import nightly
 from tests.hosts import ADDRESSES, needs_namespaces, two_hosts
-from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -81,10 +80,7 @@ class Hosts:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("model")
-    save(llama(), folder)
-    byte_level(400).save(str(folder / "tokenizer.json"))
-    return folder
+    return save_of_bytes(llama(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -57,16 +57,16 @@ def _ask_until_drafted(pipeline: Pipeline, worker: str, counter: str) -> None:
 def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, list[dict[str, Any]]]:
     speculating = {"speculation": _speculating(mode, model, tmp_path)}
     with Pipeline(tmp_path / mode, model, speculating, preset=preset) as pipeline:
+        worker = list(pipeline.config.instance_roles)[-1]
+        if mode != "off":  # first of all: where drafts pay is learned
+            _ask_until_drafted(pipeline, worker, "drafted" if mode == "head" else "accepted")
         answers = {
             name: _post(
                 pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 16, "ignore_eos": True, **asked}
             )
             for name, asked in REQUESTS.items()
         }
-        worker = list(pipeline.config.instance_roles)[-1]
-        if mode != "off":
-            _ask_until_drafted(pipeline, worker, "drafted" if mode == "head" else "accepted")
-        else:
+        if mode == "off":
             assert pipeline.heard(worker)["drafted_tokens_rt_total"] == 0.0
         pipeline.assert_nothing_left()
     return answers

@@ -33,10 +33,13 @@ class Undelivered(_Event, frozen=True):
 
 
 class Tick(_Event, frozen=True):
-    """Passing of time: deadlines. Comes at regular intervals, and at the time that a `Wake` effect requested."""
+    """Passing of time: deadlines. Comes at regular intervals, and at the time that a `Wake` effect requested.
+    `quiet_s`: there are no requests, and what is sent regularly may be late by so much (`process/activity.py`)."""
+
+    quiet_s: float = 0.0
 
 
-# -- To the manager --------------------------------------------------------------------------------------------------
+# -- To managers and gateways ----------------------------------------------------------------------------------------
 
 
 class PeerLost(_Event, frozen=True):
@@ -55,9 +58,11 @@ class LinkAddresses(_Event, frozen=True):
 
 
 class ReportDue(_Event, frozen=True):
-    """Time to register with the manager, or to report to it. `memory_free_bytes`: free memory of the device (B7)."""
+    """Time to register with the manager, or to report to it. `memory_free_bytes`: free memory of the device (B7).
+    `quiet_s`: as in `Tick`."""
 
     memory_free_bytes: int
+    quiet_s: float = 0.0
 
 
 class DrainStarted(_Event, frozen=True):
@@ -214,4 +219,4 @@ _OfSteps = StepEnded | StepFailed | PlanAhead | AdapterLoaded | AdapterFailed
 _OfTransfers = LinkAddresses | LinkMeasured | RunsSent | RunsReceived
 WorkerEvent = Received | Undelivered | Tick | ReportDue | DrainStarted | DrainEnded | _OfSteps | _OfTransfers
 ManagerEvent = Received | Undelivered | PeerLost | Tick
-GatewayEvent = Received | Undelivered | Tick | Estimated | Offered | Closed | DrainStarted | DrainEnded
+GatewayEvent = Received | Undelivered | PeerLost | Tick | Estimated | Offered | Closed | DrainStarted | DrainEnded

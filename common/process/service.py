@@ -57,6 +57,7 @@ from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.http_server import listening, name_server, refuse_foreign_pages
 from cohort.common.keys.private_files import keep_private, private_folder, require_private
 from cohort.common.messages import Farewell, Heartbeat
+from cohort.common.process.activity import Activity
 from cohort.common.process.log_levels import listen_for_levels
 from cohort.common.process.logs import configure_logging, log_loop_errors
 from cohort.common.process.metrics import CONTENT_TYPE, TOKEN_HEADER, MetricFactory, exposition
@@ -64,6 +65,7 @@ from cohort.common.seeds import discover, with_own_inbox
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
+from cohort.common.types import InstanceId
 
 HEARTBEAT_S = 0.5
 DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
@@ -100,6 +102,9 @@ class ServiceContext:
     warnings: Callable[[], list[str]] = list
     counts: Callable[[], dict[str, list[float]]] = dict
     ready: bool = False
+    activity: Activity = field(default_factory=Activity)
+    connection_ended: Callable[[InstanceId], None] = lambda _: None
+    """Callback for the end of a connection to a manager or the monitor."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     metrics_url: str = ""
     drain_s: float = 5.0
@@ -111,6 +116,11 @@ class ServiceContext:
         """End the process with this error, whichever part noticed it. The first one counts."""
         self.failure = self.failure or error
         self.failed.set()
+
+    def on_end(self, peer: InstanceId) -> None:
+        """Report as usual for a while: another process will be there, and know nothing of this one."""
+        self.activity.worked()
+        self.connection_ended(peer)
 
     @property
     def model_name(self) -> str:
@@ -316,6 +326,7 @@ class _Service:
             async with contextlib.AsyncExitStack() as stack:
                 self._config = await stack.enter_async_context(discover(self._config, self._role, self._run_dir, bus))
                 context = self._context(bus)
+                bus.watch_dialled({MONITOR, *context.manager_endpoints}, context.on_end)
                 if self._serve_metrics:
                     context.metrics_url = await self._start_metrics(context, stack)
                 self._log.info(
@@ -443,7 +454,7 @@ class _Service:
         return f"http://{advertised_host(self._config, host)}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
-        """Send a heartbeat every `HEARTBEAT_S`; a monitor that is away costs nothing."""
+        """Send a heartbeat every `HEARTBEAT_S`, seldom while quiet; a monitor that is away costs nothing."""
         if self._role == "global_monitor":
             return  # it knows itself
         bus.connect(MONITOR, context.endpoint_of("monitor"), high_water_messages=FAREWELL_QUEUE_MESSAGES)
@@ -452,6 +463,7 @@ class _Service:
         due_s = loop.time()
         while True:
             lag.set(max(0.0, loop.time() - due_s))
+            quiet_s = context.activity.quiet_s
             try:
                 stats, counts = {**process_stats(), **context.stats()}, context.counts()
             except Exception:
@@ -472,10 +484,11 @@ class _Service:
                         warnings=context.warnings(),
                         metrics_token=context.metrics_token,
                         counts=counts,
+                        quiet_s=quiet_s,
                     ),
                 )
-            due_s = loop.time() + HEARTBEAT_S
-            await asyncio.sleep(HEARTBEAT_S)
+            due_s = loop.time() + HEARTBEAT_S + quiet_s
+            await context.activity.pause(HEARTBEAT_S, quiet_s)
 
 
 def drain_time_s(config: Config, role: str) -> float:

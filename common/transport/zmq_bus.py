@@ -85,6 +85,8 @@ class _Source:
     socket: zmq.Socket[bytes]
     peer: InstanceId | None
     endpoint: str
+    ends: zmq.Socket[bytes] | None = None
+    """Reports the ends of the connection to a peer that is watched."""
     fd: int = field(init=False)
     on_ring: bool = False
     turn_bytes: int = 0
@@ -128,6 +130,8 @@ class ZmqBus:
         self._inbox: _Source | None = None
         self._lost_peers: LostPeers | None = None
         self._peers: dict[InstanceId, _Source] = {}
+        self._watched: Collection[InstanceId] = ()
+        self._on_end: Callable[[InstanceId], None] = lambda _: None
         self._ring: deque[_Source] = deque()
         self._readable = asyncio.Event()
         self._in_a_row = 0
@@ -147,7 +151,7 @@ class ZmqBus:
             if known.endpoint == endpoint:
                 return
             self._drop(self._peers.pop(peer))
-        socket = self._new_socket(zmq.DEALER, high_water_messages)
+        socket = self._new_socket(zmq.DEALER, high_water_messages, endpoint)
         socket.setsockopt(zmq.IDENTITY, self.identity.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
@@ -161,6 +165,8 @@ class ZmqBus:
         source = _Source(socket, peer, endpoint)
         self._peers[peer] = source
         self._watch(source)
+        if peer in self._watched:
+            self._watch_ends(source)
 
     def redial(self, peer: InstanceId, endpoint: str) -> None:
         """Dial a peer that has moved to this endpoint. Does nothing if it was not dialled, or is known to be there."""
@@ -169,6 +175,7 @@ class ZmqBus:
             log.info("peer has moved", peer=peer, endpoint=endpoint)
             try:
                 self.connect(peer, endpoint, high_water_messages=int(known.socket.getsockopt(zmq.SNDHWM)))
+                self._on_end(peer)
             except PeerUnreachable as error:
                 log.error("moved peer cannot be dialled", peer=peer, error=str(error))
 
@@ -180,6 +187,11 @@ class ZmqBus:
     def watch(self, lost: Callable[[InstanceId], None]) -> None:
         if self._inbox is not None and self._lost_peers is None and not self._closed:
             self._lost_peers = LostPeers(self._inbox.socket, self._loop, self._has_route, lost)
+
+    def watch_dialled(self, peers: Collection[InstanceId], ended: Callable[[InstanceId], None]) -> None:
+        """Call `ended` whenever the connection to one of these peers ends, which are dialled from now on. libzmq dials
+        again by itself."""
+        self._watched, self._on_end = peers, ended
 
     def send(self, peer: InstanceId, message: Message) -> None:
         if self._closed:
@@ -253,7 +265,7 @@ class ZmqBus:
         if self._lost_peers is not None:
             self._lost_peers.close()
         for source in (*self._peers.values(), *([self._inbox] if self._inbox else [])):
-            self._loop.remove_reader(source.fd)
+            self._unwatch(source)
             source.socket.close(linger=LINGER_MS)
         self._peers.clear()
         # Ending a context waits for its sockets' last messages (at most LINGER_MS): not on the event loop.
@@ -313,7 +325,7 @@ class ZmqBus:
     def _open_inbox(self, bind: str, advertise: str) -> None:
         if bind.startswith(_IPC):
             self._ipc_lock = _IpcLock(Path(bind.removeprefix(_IPC)))
-        socket = self._new_socket(zmq.ROUTER, HIGH_WATER_MESSAGES)
+        socket = self._new_socket(zmq.ROUTER, HIGH_WATER_MESSAGES, bind)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes its name over from its dead self
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown receiver is an error, not a silent loss
         socket.setsockopt(zmq.BACKLOG, 1024)
@@ -330,11 +342,11 @@ class ZmqBus:
         self._inbox = _Source(socket, None, bound)
         self._watch(self._inbox)
 
-    def _new_socket(self, kind: int, high_water_messages: int) -> zmq.Socket[bytes]:
+    def _new_socket(self, kind: int, high_water_messages: int, endpoint: str) -> zmq.Socket[bytes]:
         if self._closed:
             raise PeerUnreachable(f"{self.identity}: the bus is closed")
         socket = self._context.socket(kind)
-        tune(socket)
+        tune(socket, pings=not endpoint.startswith(_IPC))
         socket.setsockopt(zmq.SNDHWM, high_water_messages)
         socket.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
         socket.copy_threshold = LARGE_BYTES  # pyzmq copies smaller ones whatever is asked, and says so at once
@@ -344,6 +356,28 @@ class ZmqBus:
     def _watch(self, source: _Source) -> None:
         self._loop.add_reader(source.fd, self._poll_source, source)
         self._poll_source(source)
+
+    def _watch_ends(self, source: _Source) -> None:
+        source.ends = source.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(source.ends.FD, self._read_ends, source)
+        self._read_ends(source)
+
+    def _read_ends(self, source: _Source) -> None:
+        assert source.ends is not None and source.peer is not None
+        ended = False
+        with contextlib.suppress(zmq.Again):
+            while True:  # the descriptor signals changes only
+                source.ends.recv_multipart(zmq.NOBLOCK)
+                ended = True
+        if ended:
+            self._on_end(source.peer)
+
+    def _unwatch(self, source: _Source) -> None:
+        self._loop.remove_reader(source.fd)
+        if source.ends is not None:
+            self._loop.remove_reader(source.ends.FD)
+            source.socket.disable_monitor()
+            source.ends.close(linger=0)
 
     def _poll_source(self, source: _Source) -> None:
         if source.on_ring or source.socket.closed:
@@ -356,7 +390,7 @@ class ZmqBus:
             self._readable.set()
 
     def _drop(self, source: _Source) -> None:
-        self._loop.remove_reader(source.fd)
+        self._unwatch(source)
         if source.on_ring:
             self._ring.remove(source)
         source.socket.close(linger=0)
@@ -370,13 +404,16 @@ class ZmqBus:
             self._ipc_lock.release()
 
 
-def tune(socket: zmq.Socket[Any]) -> None:
-    """Give a socket a short linger and settings that find dead TCP peers within seconds."""
+def tune(socket: zmq.Socket[Any], *, pings: bool = True) -> None:
+    """Give a socket a short linger and settings that find dead TCP peers within seconds. `pings`: not on a Unix socket,
+    where the kernel ends a dead peer's connection."""
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    if not pings:
+        return
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, PING_TIMEOUT_MS)

@@ -23,6 +23,7 @@ from cohort.common.machines.recorder import ManagerHeader, config_text
 from cohort.common.messages import (
     AttemptsLost,
     BindSegment,
+    ClusterStats,
     Look,
     ManagerView,
     Message,
@@ -30,6 +31,7 @@ from cohort.common.messages import (
     Refused,
     StartSegment,
     ToManager,
+    WorkerReport,
 )
 from cohort.common.policies import compose
 from cohort.common.policies.interface import WaitingRequest
@@ -46,6 +48,8 @@ from cohort.common.types import InstanceId, Segment, TrafficClass
 from cohort.common.views import MOST_BUCKETS, QueueClass
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
+_PERIODIC = WorkerReport | ClusterStats
+"""Messages that also come while there is nothing to do."""
 _TICK_S = 0.05
 _LEAST_S = 0.001  # between two ticks
 _MOST_EVENTS = 256
@@ -90,6 +94,7 @@ class ManagerService:
         """The segments of the request that is being placed, where there are several."""
         self._undelivered: list[Undelivered] = []
         self._leads: bool | None = None
+        self._activity = context.activity
         self._wake_s = 0.0
         self._wake_moved = asyncio.Event()
 
@@ -112,10 +117,17 @@ class ManagerService:
                 arrived.append(more)
             events = [Received(sender, message) for sender, message in arrived if self._is_ours(sender, message)]
             self._handle(*events)
+            if any([not isinstance(event.message, _PERIODIC) for event in events]):
+                self._worked()
 
     def _lost(self, peer: InstanceId) -> None:
         self._context.log.info("peer lost", peer=peer)
         self._handle(PeerLost(peer))
+        self._worked()
+
+    def _worked(self) -> None:
+        if self._activity.worked():
+            self._wake_moved.set()
 
     def _is_ours(self, sender: InstanceId, message: Message) -> bool:
         if isinstance(message, ToManager):
@@ -127,16 +139,20 @@ class ManagerService:
         return False
 
     async def _tick(self) -> None:
-        """Tick every `_TICK_S`, or earlier if the machine asked for it."""
-        clock = self._context.clock
+        """Tick every `_TICK_S`, or earlier if the machine asked for it; seldom while quiet."""
+        clock, activity = self._context.clock, self._activity
         while True:
-            self._handle(Tick())
+            if self.machine.live:
+                activity.worked()
+            self._handle(Tick(activity.quiet_s))
             self._context.ready = self.machine.workers > 0
             self._metrics.buckets().set(self.machine.stats().get("buckets", 0.0))
             self._metrics.requests_waiting("all").set(self.machine.waiting)
             ticked_s = clock.now_s()
             # A wake in the past must not turn this into a busy loop.
-            while (due_s := min(ticked_s + _TICK_S, max(ticked_s + _LEAST_S, self._wake_s))) > clock.now_s():
+            while (
+                due_s := min(ticked_s + _TICK_S + activity.quiet_s, max(ticked_s + _LEAST_S, self._wake_s))
+            ) > clock.now_s():
                 self._wake_moved.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(due_s - clock.now_s()):

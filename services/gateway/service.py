@@ -30,7 +30,7 @@ from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.http_server import AcceptingSite, name_server, raise_descriptor_limit
 from cohort.common.http.listeners import inherited
 from cohort.common.http.tls import ServerTls, TlsFiles
-from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
+from cohort.common.machines.events import DrainEnded, DrainStarted, PeerLost, Received, Tick
 from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.recorder import GatewayHeader, config_text
 from cohort.common.messages import Look, Message, RequestTraffic, ToGateway, TokenBatch
@@ -122,6 +122,7 @@ class Gateway:
             clock=context.clock,
             metrics=self._metrics,
             log=context.log,
+            activity=context.activity,
         )
         if config.planner.mode != "off":
             self.streams.stats.traffic = TrafficReport(context.clock)
@@ -306,6 +307,7 @@ class Gateway:
             self._context.bus.connect(manager, endpoint)
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self.streams.on_events = self._note_ready
+        self._context.connection_ended = lambda peer: self.streams.feed(PeerLost(peer))
         self.streams.feed(Tick())
 
     async def _send_traffic(self, traffic: TrafficReport) -> NoReturn:

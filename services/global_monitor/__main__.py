@@ -42,6 +42,7 @@ async def build(context: ServiceContext) -> None:
         model=context.model_name,
         instance=context.instance,
         incarnation=context.incarnation,
+        activity=context.activity,
     )
     context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
     foresight = ForesightProcess(context.run_dir / CONFIG_FILE)

@@ -4,7 +4,7 @@ coming.
 Pure: no I/O, time is an argument. Called by `service.py` for every message and tick; read by page, exporter and the
 push to the manager. Decides what "down" means; never acts on it.
 
-                    Heartbeat                silence_s without one
+                    Heartbeat                silence_s without one, and quiet_s
       (unknown) ───────────────▶  UP  ─────────────────────────────▶ DOWN
                                  │  ▲ ▲                                │
                         Farewell │  │ └────────── Heartbeat ───────────┘
@@ -44,7 +44,8 @@ class Status(enum.StrEnum):
 @dataclass(slots=True)
 class Process:
     """The last known state of one instance. `last_heartbeat_s`, `since_s`: monotonic, of the last heartbeat and of the
-    last change of status; `restarts` counts incarnations after the first that followed no Farewell."""
+    last change of status; `restarts` counts incarnations after the first that followed no Farewell; `quiet_s`: as in
+    the last heartbeat."""
 
     instance: InstanceId
     role: str = ""
@@ -55,6 +56,7 @@ class Process:
     stats: dict[str, float] = field(default_factory=dict)
     status: Status = Status.UP
     last_heartbeat_s: float = 0.0
+    quiet_s: float = 0.0
     since_s: float = 0.0
     restarts: int = 0
     facts: dict[str, str] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class Cluster:
             process.since_s = now_s
         process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
         process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
-        process.status, process.last_heartbeat_s = Status.UP, now_s
+        process.status, process.last_heartbeat_s, process.quiet_s = Status.UP, now_s, beat.quiet_s
         process.facts, process.warnings = dict(beat.facts), list(beat.warnings)
         process.metrics_token = beat.metrics_token
         process.growth.note(now_s, beat.incarnation, beat.stats, beat.counts)
@@ -160,7 +162,7 @@ class Cluster:
         """Let time pass: notice silence, forget the long gone, take a sample when one is due."""
         events = []
         for process in list(self.processes.values()):
-            if process.status is Status.UP and process.age_s(now_s) > self._silence_s:
+            if process.status is Status.UP and process.age_s(now_s) > self._silence_s + process.quiet_s:
                 process.status, process.ready, process.since_s = Status.DOWN, False, now_s
                 events.append(Event(now_s, process.instance, "down"))
             elif process.status is not Status.UP and now_s - process.since_s > self._forget_s:
@@ -172,12 +174,13 @@ class Cluster:
             self._sample(now_s, now_s - self._sampled_s)
         return self._note(events)
 
-    def stats_for_manager(self) -> ClusterStats:
+    def stats_for_manager(self, quiet_s: float = 0.0) -> ClusterStats:
         return ClusterStats(
             arrival_rate=self.demand.rate,
             arrival_rate_forecast=self.demand.forecast(),
             mean_prompt_tokens=self.demand.mean_prompt_tokens,
             mean_output_tokens=self.demand.mean_output_tokens,
+            quiet_s=quiet_s,
         )
 
     def up(self) -> Iterable[Process]:

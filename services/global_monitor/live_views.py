@@ -99,6 +99,7 @@ class LiveViews:
         self._now_s = now_s
         self._send = send
         self._viewers: list[Viewer] = []
+        self._watched = asyncio.Event()
         self._views: dict[InstanceId, tuple[float, View]] = {}
         self.meter = Meter()
 
@@ -109,12 +110,14 @@ class LiveViews:
             raise TooManyViewers
         viewer = Viewer(request_id[:MOST_ID])
         self._viewers.append(viewer)
+        self._watched.set()
         self._request_views()  # what it sees first comes at once
         try:
             yield viewer
         finally:
             self._viewers.remove(viewer)
             if not self._viewers:
+                self._watched.clear()
                 self._views.clear()
                 self.meter = Meter()
 
@@ -136,6 +139,7 @@ class LiveViews:
     async def run(self) -> None:
         """Run rounds until cancelled."""
         while True:
+            await self._watched.wait()
             await asyncio.sleep(POLL_S)
             self.round()
 

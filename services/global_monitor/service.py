@@ -6,7 +6,6 @@ anything.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, RequestTraffic, WorkerView
+from cohort.common.process.activity import Activity
 from cohort.common.process.service import process_stats
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.repeated_warning import RepeatedWarning
@@ -45,6 +45,7 @@ class GlobalMonitor:
         model: str,
         instance: str,
         incarnation: int,
+        activity: Activity | None = None,
     ) -> None:
         self.cluster = Cluster(silence_s=SILENCE_S)
         self._config = config
@@ -57,6 +58,7 @@ class GlobalMonitor:
         self._instance = instance
         self._incarnation = incarnation
         self._started_s = clock.now_s()
+        self._activity = activity or Activity()
         slo = {"ttft": config.gateway.rt_ttft_slo_s, "tpot": config.gateway.rt_tpot_slo_s}
         self._slo = {name: seconds for name, seconds in slo.items() if seconds}
         self.live_views = LiveViews(self.cluster, clock.now_s, self._send)
@@ -77,6 +79,8 @@ class GlobalMonitor:
                     self._warn_foreign(peer=sender, named=message.instance)
                 case Heartbeat():
                     self._report(self.cluster.on_heartbeat(self._clock.now_s(), message))
+                    if not message.quiet_s:
+                        self._activity.worked()
                 case Farewell():
                     self._report(self.cluster.on_farewell(self._clock.now_s(), message))
                 case RequestTraffic():
@@ -88,18 +92,21 @@ class GlobalMonitor:
                     self._warn_unexpected(peer=sender, type=type(message).__name__)
 
     async def push(self) -> None:
-        """Let time pass and tell the manager, every `PUSH_INTERVAL_S`, until cancelled."""
+        """Let time pass and tell the manager, every `PUSH_INTERVAL_S`, until cancelled; seldom while all are quiet."""
         while True:
-            self.tick()
-            await asyncio.sleep(PUSH_INTERVAL_S)
+            quiet_s = self._activity.quiet_s
+            self.tick(quiet_s)
+            await self._activity.pause(PUSH_INTERVAL_S, quiet_s)
 
-    def tick(self) -> None:
+    def tick(self, quiet_s: float = 0.0) -> None:
         now_s = self._clock.now_s()
         # The monitor is a process of the pipeline too.
-        own = Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats())
+        own = Heartbeat(
+            self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats(), quiet_s=quiet_s
+        )
         self._report(self.cluster.on_heartbeat(now_s, own))
         self._report(self.cluster.tick(now_s))
-        stats = self.cluster.stats_for_manager()
+        stats = self.cluster.stats_for_manager(quiet_s)
         for manager in self._managers:
             self._send(manager, stats)  # one that is away: the next will be fresher anyway
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from urllib.parse import urlsplit
 
 from cohort.common.errors import CohortError
+from cohort.common.process.activity import Activity
 from cohort.services.launcher.console import Line, LogFollower, State, readable, readable_warning
 from cohort.services.launcher.hosts import HostLost, Hosts, NotStarted, Pipeline, Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
@@ -312,12 +313,14 @@ class Supervisor:
     async def _watch_logs(self) -> None:
         """Show the processes' warnings with their names, and keep each log below its limit."""
         followers: dict[str, LogFollower] = {}
+        activity = Activity()
         while True:
-            await asyncio.sleep(REFRESH_INTERVAL_S)
+            await activity.pause(REFRESH_INTERVAL_S, activity.quiet_s)
             names = [process.plan.instance for process in self._processes]
             followers = {name: followers.get(name) or LogFollower(self._files.log_file(name)) for name in names}
             for instance, follower in followers.items():
                 for line in follower.new_lines():
+                    activity.worked()
                     if not self._stopping.is_set():  # processes that lose each other while ending are no news
                         self._console.echo_log(instance, line)
                 self._files.limit_log(instance)
@@ -325,9 +328,14 @@ class Supervisor:
                 self._files.limit_log(own)
 
     async def _watch_stopped(self) -> None:
-        """Let processes of this machine go on that a signal (SIGSTOP, SIGTSTP) has stopped."""
+        """Let processes of this machine go on that a signal (SIGSTOP, SIGTSTP) has stopped: the kernel says when."""
         since_s: dict[ProcessMark, float] = {}
+        changed = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, changed.set)
         while True:
+            if not since_s:
+                await changed.wait()
+                changed.clear()
             await asyncio.sleep(REFRESH_INTERVAL_S)
             now_s = time.monotonic()
             stopped = {mark: name for name, mark in self.marks.items() if is_stopped(mark.pid)}

@@ -12,7 +12,7 @@ from cohort.services.length_predictor.service import LengthPredictor
 async def build(context: ServiceContext) -> None:
     """Answer until asked to stop; then the training child saves what was learned."""
     service = LengthPredictor(context.config, context.bus, context.log, context.registry)
-    service.tracing = Tracing.opened(context)
+    service.tracing, service.activity = Tracing.opened(context), context.activity
     if context.config.predictor.refine_after_prefill:
         for manager, endpoint in context.manager_endpoints.items():
             context.bus.connect(manager, endpoint)

@@ -22,6 +22,7 @@ from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
 from cohort.common.paths import DEFAULT_MODEL_NAME, state_dir
+from cohort.common.process.activity import Activity
 from cohort.common.tracing.spans import Tracing
 from cohort.common.tracing.traceparent import parse
 from cohort.common.transport.bus import Bus
@@ -62,6 +63,7 @@ class LengthPredictor:
         self._observations = 0
         self._error_tokens = math.nan
         self.tracing: Tracing | None = None
+        self.activity = Activity()
         self.pace = pace if config.predictor.learns else NEVER
         self.child = TrainingChild(self.pace, state_file(config), log, self._take_model)
         self.second = PredictionRevisions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
@@ -108,6 +110,7 @@ class LengthPredictor:
         """Answer until cancelled."""
         while True:
             sender, message = await self._bus.receive()
+            self.activity.worked()
             match message:
                 case PredictLength():
                     answer = self._answer(message)

@@ -123,6 +123,7 @@ class WorkerLoop:
         self._handler = handler
         self._learned_state = learned_state
         self._bus, self._clock, self._log = context.bus, context.clock, context.log
+        self._activity = context.activity
         self._warn_unexpected = RepeatedWarning(context.log, "message not for a worker")
         self._revises_predictions = config.predictor.refine_after_prefill  # the predictor does, given hidden states
         self._metrics = WorkerMetrics(
@@ -173,6 +174,7 @@ class WorkerLoop:
         fixed = self._context.warnings
         self._context.warnings = lambda: [*fixed(), *filter(None, [self._metrics.slow.warning()])]
         self._context.ready = True
+        self._activity.worked()  # the weights took their time
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -222,6 +224,8 @@ class WorkerLoop:
                 self._next_plan = last.plan
                 self._plan_ready.set()
         self._event_handled.set()
+        if not self._machine.idle:
+            self._activity.worked()
         return effects
 
     def _perform(self, effects: list[WorkerEffect]) -> None:
@@ -423,24 +427,25 @@ class WorkerLoop:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await self._activity.pause(_TICK_S, self._activity.quiet_s)
             self._feed(Tick())
             if self._drafting is not None:
                 self._drafting.index_some()
 
     async def _report(self) -> None:
-        """Register with the manager until it knows this worker; report at `REPORT_INTERVAL_S` from then on."""
+        """Register with the manager until it knows this worker; report at `REPORT_INTERVAL_S` from then on, seldom
+        while quiet."""
         while True:
-            pause_s = _REGISTER_RETRY_S
+            pause_s, quiet_s = _REGISTER_RETRY_S, 0.0
             await self._device.update_free_bytes()
-            for effect in self._feed(ReportDue(self._device.free_bytes)):
+            for effect in self._feed(ReportDue(self._device.free_bytes, self._activity.quiet_s)):
                 if isinstance(effect, Send) and isinstance(effect.message, WorkerReport):
-                    pause_s = REPORT_INTERVAL_S
+                    pause_s, quiet_s = REPORT_INTERVAL_S, effect.message.quiet_s
                     # Quarantined: a link may still write into these blocks.
                     self._metrics.export(effect.message.stats, self._agent.quarantined_blocks)
                     if self._learned_state is not None:
                         self._learned_state.save_if_due(self._clock.now_s())
-            await asyncio.sleep(pause_s)
+            await self._activity.pause(pause_s, quiet_s)
 
     async def _drain(self) -> None:
         """Report the drain at once: the manager moves what it can to other workers. Finish the rest until the deadline.

@@ -40,6 +40,7 @@ from cohort.common.machines.events import (
     Estimated,
     GatewayEvent,
     Offered,
+    PeerLost,
     Received,
     Tick,
     Undelivered,
@@ -252,8 +253,11 @@ class GatewayMachine:
                         self._received(now_s, sender, message)
                 case Undelivered(_, message):
                     self._undelivered(now_s, message)
-                case Tick():
-                    self._tick(now_s)
+                case PeerLost(peer=peer):
+                    if peer == self.link.manager:
+                        self.link.expect_answer(now_s)
+                case Tick(quiet_s=quiet_s):
+                    self._tick(now_s, quiet_s)
                 case Offered():
                     self._offered(now_s, event)
                 case Estimated():
@@ -312,6 +316,7 @@ class GatewayMachine:
         entries = self._decided(offer.offer_id, refusal)
         if entries is None:
             return
+        self._beat_s = min(self._beat_s, now_s + BEAT_S)  # a quiet gateway's is later
         together = tuple(request.request_id for request in requests) if len(requests) > 1 else ()
         for request in requests:
             expected = self._admission.expected_output(request, owner, max_tokens_named=named)
@@ -395,6 +400,8 @@ class GatewayMachine:
                 self._predicted(now_s, message)
             case ClusterLoad():
                 self.link.on_load(message)
+                if len(self.ledger):  # it crossed the request that ends the manager's quiet
+                    self.link.expect_answer(now_s)
             case ManagerHello():
                 self._manager_hello(now_s, sender, message)
             case _:
@@ -439,12 +446,12 @@ class GatewayMachine:
             case _:
                 pass  # greetings and outstanding requests are repeated; a cancel, at the next message of its attempt
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, now_s: float, quiet_s: float) -> None:
         self._wake_s = float("inf")
         self._submit(now_s, self._predictions.overdue(now_s))
         self._effects.extend(Send(manager, greeting) for manager, greeting in self.link.due_hellos(now_s))
         if now_s >= self._beat_s:
-            self._beat_s = now_s + BEAT_S
+            self._beat_s = now_s + BEAT_S + quiet_s
             self._act(now_s, self.ledger.tick(now_s))
             self._submit_unsent(now_s)
             if self.link.known(now_s):
@@ -468,6 +475,7 @@ class GatewayMachine:
                 case SubmitAttempt(entry):
                     assert entry.state is State.OPEN, f"{entry} is submitted a second time"
                     if self.link.known(now_s):
+                        self.link.expect_answer(now_s)
                         self.ledger.submitted(now_s, entry.request_id)
                         effects.append(Send(self.link.manager, Submit(entry.current(now_s))))
                     else:

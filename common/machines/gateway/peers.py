@@ -259,6 +259,10 @@ class ManagerLink:
         self._corrected_s = now_s
         return self._build_hello(lead=False)
 
+    def expect_answer(self, now_s: float) -> None:
+        """Count the manager's silence from now on at the latest: it has work, or its connection has ended."""
+        self._last_message_s = min(self._last_message_s, now_s)
+
     def note_alive(self, now_s: float, manager: InstanceId) -> bool:
         """Record that the manager lives. Return whether it is the one that is followed."""
         self._last_message_s_of[manager] = now_s
@@ -300,6 +304,7 @@ class ManagerLink:
 
     def on_load(self, message: ClusterLoad) -> None:
         self.load = message
+        self._last_message_s += message.quiet_s
         self._workers = message.instances
 
     def not_ready_because(self, now_s: float) -> str | None:

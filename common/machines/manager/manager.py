@@ -120,6 +120,7 @@ class ManagerMachine:
         self._lost = LostAttempts()
         self._forecast = Forecast()
         self._next_load_s = 0.0
+        self._quiet_s = 0.0
         self._drain_rate = DrainRate(now_s)
         self._requested_wake_s: float | None = None
         self._queue_poll_s = float("inf")
@@ -143,9 +144,10 @@ class ManagerMachine:
                         self._worker_lost(now_s, peer, "cannot be reached")
                     elif peer not in self._roster.gateways:
                         self._settling.on_worker_lost(now_s, peer)
-                case Tick():
+                case Tick(quiet_s=quiet_s):
                     self._requested_wake_s = None
                     self._tick(now_s)
+                    self._set_quiet(now_s, quiet_s)
                     schedule = load_due = True
                 case _:
                     assert_never(event)
@@ -154,7 +156,7 @@ class ManagerMachine:
         if schedule and self._lead.leads:
             self._schedule(now_s)
         if load_due and now_s >= self._next_load_s:
-            self._next_load_s = now_s + self._settings.load_interval_s
+            self._next_load_s = now_s + self._settings.load_interval_s + self._quiet_s
             if self._lead.leads:
                 self._send_load(now_s)
         wake_s = self._wake_s(now_s)
@@ -272,6 +274,12 @@ class ManagerMachine:
                     self._send(holder, Cancel([attempt], "no gateway owns it"))
         self._roster.forget_finished(now_s)
         self._queue_poll_s = now_s + _QUEUE_POLL_S if len(self._order) else float("inf")
+
+    def _set_quiet(self, now_s: float, quiet_s: float) -> None:
+        """Take over how late loads may be: not at all with requests, or where gateways choose another leader."""
+        before_s, self._quiet_s = self._quiet_s, 0.0 if self.live or self._settings.managers > 1 else quiet_s
+        if self._quiet_s < before_s:
+            self._next_load_s = now_s
 
     def _wake_s(self, now_s: float) -> float:
         wake_s = min(self._next_load_s, self._queue_poll_s)
@@ -509,6 +517,7 @@ class ManagerMachine:
             waiting_tokens=self._order.waiting_tokens,
             running=self.live - self.waiting,
             drain_rate=self._drain_rate.per_s,
+            quiet_s=self._quiet_s,
         )
         for gateway in self._roster.gateways:
             self._send(gateway, load)
@@ -531,7 +540,14 @@ class DrainRate:
 
 
 def cluster_load(
-    views: Collection[InstanceView], *, ready: bool, waiting: int, waiting_tokens: int, running: int, drain_rate: float
+    views: Collection[InstanceView],
+    *,
+    ready: bool,
+    waiting: int,
+    waiting_tokens: int,
+    running: int,
+    drain_rate: float,
+    quiet_s: float = 0.0,
 ) -> ClusterLoad:
     """Return the load for gateways. `views`: of the workers that take requests."""
     return ClusterLoad(
@@ -545,6 +561,7 @@ def cluster_load(
         max_model_len=max((view.capacity.max_model_len for view in views), default=0),
         drain_rate=drain_rate,
         engines=list(dict.fromkeys(view.capacity.engine for view in views if view.capacity.engine is not None)),
+        quiet_s=quiet_s,
     )
 
 
@@ -554,7 +571,7 @@ class Forecast:
         self._updated_s = 0.0
 
     def update(self, now_s: float, stats: ClusterStats) -> None:
-        self._stats, self._updated_s = stats, now_s
+        self._stats, self._updated_s = stats, now_s + stats.quiet_s
 
     def cluster(self, now_s: float, serving: Mapping[InstanceId, InstanceView]) -> ClusterView:
         """Return the cluster for policies. `serving`: the workers that take requests."""
@@ -567,5 +584,5 @@ class Forecast:
             arrival_rate_forecast=stats.arrival_rate_forecast,
             mean_prompt_tokens=stats.mean_prompt_tokens,
             mean_output_tokens=stats.mean_output_tokens,
-            forecast_age_s=now_s - self._updated_s,
+            forecast_age_s=max(0.0, now_s - self._updated_s),
         )

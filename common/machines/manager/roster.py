@@ -53,6 +53,7 @@ class Worker:
     endpoint: str
     view: InstanceView
     last_report_at_s: float
+    """Time of its last report; while it has no work, the time until which that one stands."""
     held: set[Attempt] = field(default_factory=set)
     """Attempts that it has, waiting or computing, according to its registration and the reports since."""
     awaiting: set[Attempt] = field(default_factory=set)  # a part of `held`
@@ -167,7 +168,8 @@ class Roster:
         view = InstanceView(message.instance, message.capacity)
         self._views = None
         self._registrations += 1
-        worker = Worker(message.incarnation, message.endpoint, view, now_s, order=self._registrations)
+        stands_until_s = now_s + message.quiet_s
+        worker = Worker(message.incarnation, message.endpoint, view, stands_until_s, order=self._registrations)
         if known is not None:  # registers again, as nothing has answered or this is a standby: keep what was sent
             worker.live, worker.attempts, worker.may_have_stalled = known.live, known.attempts, known.may_have_stalled
             worker.held, worker.unconfirmed, worker.order = known.held, known.unconfirmed, known.order
@@ -184,7 +186,7 @@ class Roster:
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None
-        worker.last_report_at_s, view = now_s, worker.view
+        worker.last_report_at_s, view = now_s if worker.live else now_s + report.quiet_s, worker.view
         view.report_age_s = 0.0
         if view.draining is not report.draining:
             view.draining = report.draining
@@ -276,7 +278,7 @@ class Roster:
         """Update all report ages. Return workers silent for longer than both timeouts, and for how long they are."""
         silent, timeout_s = [], max(self._report_timeout_s, min_timeout_s)
         for name, worker in self.workers.items():
-            worker.view.report_age_s = now_s - worker.last_report_at_s
+            worker.view.report_age_s = max(0.0, now_s - worker.last_report_at_s)
             if worker.view.report_age_s > timeout_s:
                 silent.append((name, worker.view.report_age_s))
         return silent
@@ -366,6 +368,7 @@ class Roster:
         assert self.requests.get(managed.request_id) is managed, f"ended {managed.attempt} is sent to {instance}"
         managed.live[instance] = now_s
         worker = self.workers[instance]
+        worker.last_report_at_s = min(worker.last_report_at_s, now_s)  # it has work, and reports as usual
         known = worker.live.get(managed.request_id)
         if known is not None:
             self._remove_live(worker, instance, known.attempt)

@@ -141,8 +141,8 @@ class WorkerMachine:
                     self.receiver.runs_received(now_s, event)
                 case Tick():
                     self._tick(now_s)
-                case ReportDue(memory_free_bytes=memory_free_bytes):
-                    self._reports.due(memory_free_bytes)
+                case ReportDue(memory_free_bytes=memory_free_bytes, quiet_s=quiet_s):
+                    self._reports.due(memory_free_bytes, quiet_s)
                 case StepFailed(reason=reason):
                     self._step_failed(now_s, reason)
                 case PlanAhead(expected=expected):

@@ -143,7 +143,7 @@ class WorkerReports:
         if former != manager:  # it learns at once that it was replaced, if anything reaches it
             self._register_with(former)
 
-    def due(self, memory_free_bytes: int) -> None:
+    def due(self, memory_free_bytes: int, quiet_s: float) -> None:
         """Report; register as long as the manager does not know this worker. It takes silence for death."""
         if not self._registered:
             for manager in self.managers:
@@ -163,13 +163,23 @@ class WorkerReports:
         if not since or held or removed:
             self._reported = dict.fromkeys(self._state.held)
         report = WorkerReport(
-            setup.instance, setup.incarnation, number, stats, held, awaiting, self.draining, self._epoch, since, removed
+            setup.instance,
+            setup.incarnation,
+            number,
+            stats,
+            held,
+            awaiting,
+            self.draining,
+            self._epoch,
+            since,
+            removed,
+            quiet_s,
         )
         self._send(self.manager, report)
-        if number % _STANDBYS_EVERY == 0:
+        if quiet_s or number % _STANDBYS_EVERY == 0:
             for manager in self.managers:
                 if manager != self.manager:
-                    self._register_with(manager)
+                    self._register_with(manager, quiet_s)
 
     def leave(self) -> None:
         for manager in self.managers:
@@ -212,12 +222,10 @@ class WorkerReports:
         waits = set(awaiting)
         return [key for key in self._state.held if key not in waits], awaiting
 
-    def _register_with(self, manager: InstanceId) -> None:
+    def _register_with(self, manager: InstanceId, quiet_s: float = 0.0) -> None:
         setup, (held, awaiting) = self._state.setup, self._attempts()
-        endpoint, capacity = setup.endpoint, setup.capacity
-        self._send(
-            manager, RegisterWorker(setup.instance, setup.incarnation, endpoint, capacity, held, awaiting, self._epoch)
-        )
+        place, capacity = (setup.instance, setup.incarnation, setup.endpoint), setup.capacity
+        self._send(manager, RegisterWorker(*place, capacity, held, awaiting, self._epoch, quiet_s))
 
     def _send(self, manager: InstanceId, message: RegisterWorker | WorkerReport | Leaving) -> None:
         self._state.effects.append(Send(manager, message))

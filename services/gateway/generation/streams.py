@@ -34,6 +34,7 @@ from cohort.common.machines.events import Closed, Estimated, GatewayEvent, Offer
 from cohort.common.machines.gateway.gateway import GatewayMachine
 from cohort.common.machines.machine import Machine
 from cohort.common.messages import Message, Submit
+from cohort.common.process.activity import Activity
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
 from cohort.services.gateway.generation.delta import Delta, GatewayTimes, Generation, TokenSink
@@ -58,6 +59,7 @@ class Streams:
         clock: Clock,
         metrics: RequestMetrics,
         log: structlog.stdlib.BoundLogger,
+        activity: Activity | None = None,
     ) -> None:
         """`hosted` gets the events: `machine` itself, or a recorder around it. `send` may raise `PeerUnreachable`."""
         self.ledger = machine.ledger
@@ -66,6 +68,7 @@ class Streams:
         self._send = send
         self._clock = clock
         self._log = log
+        self._activity = activity or Activity()
         self.stats = RequestStats(metrics, log)
         self._tracks: dict[RequestId, _Track] = {}
         self._empty = asyncio.Event()
@@ -123,6 +126,8 @@ class Streams:
         if self._online_waited and not self.ledger.waiting_online:
             self._online_waited = False
             self.online_placed.set()
+        if self._tracks:
+            self._activity.worked()
         self.on_events()
 
     def end(self) -> None:
@@ -205,7 +210,7 @@ class Streams:
 
     def _tick(self) -> None:
         try:
-            self.feed(Tick())
+            self.feed(Tick(self._activity.quiet_s))
         except Exception:
             self._log.exception("tick failed")
             self.feed()

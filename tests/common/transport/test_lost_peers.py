@@ -68,6 +68,27 @@ async def met(hub: ZmqBus, peer: ZmqBus, endpoint: str) -> None:
     assert (await next_of(hub))[1] == Registered(1)
 
 
+async def test_a_dialler_learns_of_the_end_of_the_connections_that_it_watches() -> None:
+    hub, other, peer = ZmqBus("hub", "tcp://127.0.0.1:0"), ZmqBus("other", "tcp://127.0.0.1:0"), ZmqBus("peer")
+    ended: asyncio.Queue[str] = asyncio.Queue()
+    peer.watch_dialled({"hub"}, ended.put_nowait)
+    line, unwatched = (Line(int(bus.endpoint.rpartition(":")[2])) for bus in (hub, other))
+    await line.open()
+    await unwatched.open()
+    peer.connect("other", unwatched.endpoint)
+    await met(hub, peer, line.endpoint)
+    unwatched.cut()
+    assert ended.empty()
+    line.cut()
+    assert await first_of(ended) == "hub"
+    peer.send("hub", Registered(2))  # the connection is made again
+    assert (await next_of(hub))[1] == Registered(2)
+    peer.redial("hub", unwatched.endpoint)
+    assert await first_of(ended) == "hub" and ended.empty()
+    for each in (line, unwatched, hub, other, peer):
+        await each.close()
+
+
 async def test_a_cut_between_living_peers_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_peers, "RETURN_S", 1.0)  # however busy this machine is
     hub, peer = ZmqBus("hub", "tcp://127.0.0.1:0"), ZmqBus("peer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +33,13 @@ def test_a_process_appears_falls_silent_and_comes_back() -> None:
     assert watched.on_heartbeat(10.0, beat()) == [Event(10.0, "decode-0", "back")]
     assert (process.status, process.ready, process.restarts) == (Status.UP, True, 0)
     assert [event.what for event in watched.events] == ["appeared", "down", "back"]
+
+
+def test_a_process_is_as_silent_as_it_announced_and_up() -> None:
+    watched = cluster()
+    watched.on_heartbeat(0.0, msgspec.structs.replace(beat(), quiet_s=3.0))
+    assert watched.tick(6.0) == []
+    assert watched.tick(6.1) == [Event(6.1, "decode-0", "down")]
 
 
 def test_a_new_incarnation_without_farewell_is_a_restart_even_without_silence() -> None:

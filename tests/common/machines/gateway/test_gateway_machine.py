@@ -15,6 +15,7 @@ from cohort.common.machines.events import (
     DrainStarted,
     Estimated,
     Offered,
+    PeerLost,
     Received,
     Tick,
     Undelivered,
@@ -38,6 +39,8 @@ from cohort.common.messages import (
 from cohort.common.types import Attempt, FinishReason, Slo
 from tests.common.machines.small_gateway import ANSWER, LOAD, Gateway, only, request, sent
 from tests.examples import examples
+
+QUIET_LOAD = msgspec.structs.replace(LOAD, quiet_s=5.0)
 
 # -- a request's life ----------------------------------------------------------------------------------------------
 
@@ -273,6 +276,37 @@ def test_a_manager_that_was_replaced_loses_no_request_and_hears_that_it_was() ->
     assert (entry.attempt, gateway.machine.fenced_total) == (Attempt("r", 0), 1)
     lost = gateway.tell(Received("manager-1", AttemptsLost([Attempt("r", 0)], "worker dead")))
     assert len(sent(Submit, lost, "manager-1")) == len(sent(Submit, lost)) == 1
+
+
+def test_a_quiet_manager_counts_as_silent_only_after_what_it_announced_or_once_it_has_work() -> None:
+    gateway = Gateway()
+    gateway.manager(QUIET_LOAD)
+    assert not sent(GatewayHello, gateway.until(5.5))
+    assert sent(GatewayHello, gateway.until(5.7))  # 5 s and three loads
+    gateway.manager(ManagerHello(1), QUIET_LOAD)
+    gateway.until(7.0)
+    gateway.offer("a")
+    gateway.answer("a")
+    gateway.manager(QUIET_LOAD)  # was sent before it knew
+    assert sent(GatewayHello, gateway.until(7.7))
+
+
+def test_the_end_of_the_managers_connection_ends_its_quiet() -> None:
+    gateway = Gateway()
+    gateway.manager(QUIET_LOAD)
+    gateway.until(1.0)
+    gateway.tell(PeerLost("monitor"))
+    assert not sent(GatewayHello, gateway.until(2.0))
+    gateway.tell(PeerLost("manager"))
+    assert sent(GatewayHello, gateway.until(2.7))
+
+
+def test_a_quiet_gateway_names_its_first_request_as_soon_as_any_other() -> None:
+    gateway = Gateway()
+    gateway.now_s = gateway.wake_s
+    gateway.tell(Tick(60.0))
+    gateway.serve("a")
+    assert sent(Outstanding, gateway.live(gateway.now_s + 1.2))
 
 
 def test_outstanding_requests_are_named_once_a_second() -> None:

@@ -124,6 +124,25 @@ def test_a_first_tick_reports_the_state_and_its_next_wake() -> None:
     found.check()
 
 
+def test_a_quiet_manager_sends_its_load_seldom_and_with_work_at_once() -> None:
+    found = ready()
+    [(_, load)] = sends(found.handle(0.5, Tick(3.0)), ClusterLoad)
+    assert isinstance(load, ClusterLoad) and load.quiet_s == 3.0
+    assert found.handle(3.9, Tick(3.0)) == [Wake(4.0)]
+    found.handle(3.9, from_gateway(Submit(request("a"))))
+    [(_, load)] = sends(found.handle(3.9, Tick()), ClusterLoad)
+    assert isinstance(load, ClusterLoad) and load.quiet_s == 0.0
+    [(_, load)] = sends(found.handle(4.4, Tick(3.0)), ClusterLoad)  # with a request it is not quiet
+    assert isinstance(load, ClusterLoad) and load.quiet_s == 0.0
+
+
+def test_a_manager_that_another_may_replace_is_never_quiet() -> None:
+    found = machine(settings=ManagerSettings(3.0, 2.0, 0.5, 2, managers=2))
+    found.handle(0.0, from_gateway(msgspec.structs.replace(HELLO, lead=True)), register(), Tick())
+    [(_, load)] = sends(found.handle(0.5, Tick(3.0)), ClusterLoad)
+    assert isinstance(load, ClusterLoad) and load.quiet_s == 0.0
+
+
 def test_a_request_is_placed_and_its_end_frees_it() -> None:
     found = ready()
     wanted = request("a")

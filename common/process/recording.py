@@ -20,7 +20,7 @@ from cohort.common.machines.recorder import Header, Recorded
 from cohort.common.process.service import ServiceContext
 
 _FLUSH_EVERY_S = 1.0
-"""Interval of flushes. Every machine gets a tick at least as often, so a killed process loses about as much."""
+"""Interval of flushes. A machine with requests gets a tick at least as often: a killed process loses about as much."""
 _BUFFER_BYTES = 1 << 20
 
 

@@ -119,7 +119,7 @@ class ServiceContext:
 
     def on_end(self, peer: InstanceId) -> None:
         """Report as usual for a while: another process will be there, and know nothing of this one."""
-        self.activity.worked()
+        self.activity.work.set()
         self.connection_ended(peer)
 
     @property
@@ -463,7 +463,7 @@ class _Service:
         due_s = loop.time()
         while True:
             lag.set(max(0.0, loop.time() - due_s))
-            quiet_s = context.activity.quiet_s
+            quiet_s = context.activity.quiet_s()
             try:
                 stats, counts = {**process_stats(), **context.stats()}, context.counts()
             except Exception:

@@ -56,7 +56,7 @@ LINGER_MS = 300  # last words to a connected peer need a few; one that is away i
 # The first: well within `lost_peers.RETURN_S`, or a broken connection counts as a death. The second: the most that a
 # peer's restart costs beyond its start.
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 200
-PING_MS, PING_TIMEOUT_MS = 1000, 3000
+PING_MS, PING_TIMEOUT_MS = 1000, 3000  # over TCP
 YIELD_EVERY_MESSAGES = 32
 TURN_BYTES = 4096
 """Bytes read from one socket before the next one's turn. Counted in messages it would be no fair share: a manager's

@@ -126,7 +126,8 @@ class ManagerService:
         self._worked()
 
     def _worked(self) -> None:
-        if self._activity.worked():
+        if not self._activity.work.is_set():
+            self._activity.work.set()
             self._wake_moved.set()
 
     def _is_ours(self, sender: InstanceId, message: Message) -> bool:
@@ -143,15 +144,15 @@ class ManagerService:
         clock, activity = self._context.clock, self._activity
         while True:
             if self.machine.live:
-                activity.worked()
-            self._handle(Tick(activity.quiet_s))
+                activity.work.set()
+            self._handle(Tick(activity.quiet_s()))
             self._context.ready = self.machine.workers > 0
             self._metrics.buckets().set(self.machine.stats().get("buckets", 0.0))
             self._metrics.requests_waiting("all").set(self.machine.waiting)
             ticked_s = clock.now_s()
             # A wake in the past must not turn this into a busy loop.
             while (
-                due_s := min(ticked_s + _TICK_S + activity.quiet_s, max(ticked_s + _LEAST_S, self._wake_s))
+                due_s := min(ticked_s + _TICK_S + activity.quiet_s(), max(ticked_s + _LEAST_S, self._wake_s))
             ) > clock.now_s():
                 self._wake_moved.clear()
                 with contextlib.suppress(TimeoutError):

@@ -80,7 +80,7 @@ class GlobalMonitor:
                 case Heartbeat():
                     self._report(self.cluster.on_heartbeat(self._clock.now_s(), message))
                     if not message.quiet_s:
-                        self._activity.worked()
+                        self._activity.work.set()
                 case Farewell():
                     self._report(self.cluster.on_farewell(self._clock.now_s(), message))
                 case RequestTraffic():
@@ -94,7 +94,7 @@ class GlobalMonitor:
     async def push(self) -> None:
         """Let time pass and tell the manager, every `PUSH_INTERVAL_S`, until cancelled; seldom while all are quiet."""
         while True:
-            quiet_s = self._activity.quiet_s
+            quiet_s = self._activity.quiet_s()
             self.tick(quiet_s)
             await self._activity.pause(PUSH_INTERVAL_S, quiet_s)
 

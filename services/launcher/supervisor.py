@@ -315,12 +315,12 @@ class Supervisor:
         followers: dict[str, LogFollower] = {}
         activity = Activity()
         while True:
-            await activity.pause(REFRESH_INTERVAL_S, activity.quiet_s)
+            await activity.pause(REFRESH_INTERVAL_S, activity.quiet_s())
             names = [process.plan.instance for process in self._processes]
             followers = {name: followers.get(name) or LogFollower(self._files.log_file(name)) for name in names}
             for instance, follower in followers.items():
                 for line in follower.new_lines():
-                    activity.worked()
+                    activity.work.set()
                     if not self._stopping.is_set():  # processes that lose each other while ending are no news
                         self._console.echo_log(instance, line)
                 self._files.limit_log(instance)

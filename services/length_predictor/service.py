@@ -110,7 +110,7 @@ class LengthPredictor:
         """Answer until cancelled."""
         while True:
             sender, message = await self._bus.receive()
-            self.activity.worked()
+            self.activity.work.set()
             match message:
                 case PredictLength():
                     answer = self._answer(message)

@@ -174,7 +174,7 @@ class WorkerLoop:
         fixed = self._context.warnings
         self._context.warnings = lambda: [*fixed(), *filter(None, [self._metrics.slow.warning()])]
         self._context.ready = True
-        self._activity.worked()  # the weights took their time
+        self._activity.work.set()  # the weights took their time
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -225,7 +225,7 @@ class WorkerLoop:
                 self._plan_ready.set()
         self._event_handled.set()
         if not self._machine.idle:
-            self._activity.worked()
+            self._activity.work.set()
         return effects
 
     def _perform(self, effects: list[WorkerEffect]) -> None:
@@ -427,7 +427,7 @@ class WorkerLoop:
 
     async def _tick(self) -> None:
         while True:
-            await self._activity.pause(_TICK_S, self._activity.quiet_s)
+            await self._activity.pause(_TICK_S, self._activity.quiet_s())
             self._feed(Tick())
             if self._drafting is not None:
                 self._drafting.index_some()
@@ -438,7 +438,7 @@ class WorkerLoop:
         while True:
             pause_s, quiet_s = _REGISTER_RETRY_S, 0.0
             await self._device.update_free_bytes()
-            for effect in self._feed(ReportDue(self._device.free_bytes, self._activity.quiet_s)):
+            for effect in self._feed(ReportDue(self._device.free_bytes, self._activity.quiet_s())):
                 if isinstance(effect, Send) and isinstance(effect.message, WorkerReport):
                     pause_s, quiet_s = REPORT_INTERVAL_S, effect.message.quiet_s
                     # Quarantined: a link may still write into these blocks.

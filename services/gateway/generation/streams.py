@@ -127,7 +127,7 @@ class Streams:
             self._online_waited = False
             self.online_placed.set()
         if self._tracks:
-            self._activity.worked()
+            self._activity.work.set()
         self.on_events()
 
     def end(self) -> None:
@@ -210,7 +210,7 @@ class Streams:
 
     def _tick(self) -> None:
         try:
-            self.feed(Tick(self._activity.quiet_s))
+            self.feed(Tick(self._activity.quiet_s()))
         except Exception:
             self._log.exception("tick failed")
             self.feed()

@@ -14,13 +14,13 @@ LONG_S = 3600.0
 
 async def test_work_makes_a_long_pause_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Activity()
-    assert one.quiet_s == 0.0 and not one.worked()
+    assert one.quiet_s() == 0.0
     monkeypatch.setattr(activity, "AFTER_S", 0.0)
-    assert one.quiet_s == QUIET_S
+    assert one.quiet_s() == QUIET_S
     pauses = [asyncio.create_task(one.pause(usual_s, LONG_S)) for usual_s in (0.0, LONG_S)]
     await asyncio.wait(pauses, timeout=0.01)
     assert not pauses[0].done()
-    assert one.worked()
+    one.work.set()
     async with asyncio.timeout(10):
         await pauses[0]
     assert not pauses[1].done()

@@ -14,7 +14,7 @@ import asyncio
 import time
 
 AFTER_S = 5.0
-QUIET_S = 3.0
+QUIET_S = 4.0
 
 
 class Activity:

@@ -95,6 +95,8 @@ from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.types import InstanceId
 
 _TICK_S = 0.1
+_IDLE_TICK_S = 60.0
+"""The same without requests: then there is no deadline."""
 _REGISTER_RETRY_S = 0.5
 _STEP_FAILURE_PAUSE_S = 0.05
 _MAX_BATCHED_MESSAGES = 256
@@ -427,7 +429,7 @@ class WorkerLoop:
 
     async def _tick(self) -> None:
         while True:
-            await self._activity.pause(_TICK_S, self._activity.quiet_s())
+            await self._activity.pause(_TICK_S, _IDLE_TICK_S)
             self._feed(Tick())
             if self._drafting is not None:
                 self._drafting.index_some()

@@ -9,6 +9,8 @@ Identity of work: `Attempt`. Positions count from the first prompt token.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from cohort.common.planning.traffic import TrafficRecord
@@ -42,6 +44,11 @@ from cohort.common.views import (
 
 class _Base(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
     """Base of every message: a map with its type's name under "type"."""
+
+
+Quiet = Annotated[float, msgspec.Meta(ge=0.0, le=60.0)]
+"""Seconds, beyond the usual interval, until the sender's next message of this kind, as it has no requests: its silence
+counts from then on."""
 
 
 # ---- To a gateway, from workers: the tokens. DEALER at the worker → gateway inbox. ----
@@ -157,8 +164,7 @@ class Refused(_Base, frozen=True):
 
 
 class ClusterLoad(_Base, frozen=True):
-    """The manager's view for admission and readiness, several times a second, or later by `quiet_s` while there are no
-    requests: until the next one, silence counts from then on. `ready`: a request could be placed now.
+    """The manager's view for admission and readiness, several times a second. `ready`: a request could be placed now.
     `waiting` requests are not yet dispatched. `drain_rate`: requests finished a second (moving average), from which
     Retry-After is computed."""
 
@@ -173,7 +179,7 @@ class ClusterLoad(_Base, frozen=True):
     drain_rate: float
     engines: list[EngineFacts] = []
     """Devices and kernels of the workers, each kind once."""
-    quiet_s: float = 0.0
+    quiet_s: Quiet = 0.0
 
 
 # To a gateway, from the length predictor.
@@ -235,7 +241,7 @@ class Outstanding(_Base, frozen=True):
 class RegisterWorker(_Base, frozen=True):
     """A worker dials in. `endpoint` is its inbox for other workers. `held`: attempts that it has computed for, so that
     a restarted manager takes them over; `awaiting`: those whose KV it merely waits for: perhaps no worker sends it.
-    `epoch`: of the manager that it follows. `quiet_s`: as in `WorkerReport`."""
+    `epoch`: of the manager that it follows."""
 
     instance: InstanceId
     incarnation: int
@@ -244,14 +250,14 @@ class RegisterWorker(_Base, frozen=True):
     held: list[Attempt]
     awaiting: list[Attempt] = []
     epoch: int = 0
-    quiet_s: float = 0.0
+    quiet_s: Quiet = 0.0
 
 
 class WorkerReport(_Base, frozen=True):
     """A worker's heartbeat and stats, several times a second and whenever it turns idle. `epoch`: of the manager that
     it follows. One a second is whole; the others have what changed `since` an earlier report: in `held` what the worker
     has come to hold, also what awaits KV, and in `gone` what it holds no more. A manager that missed that report waits
-    for the next whole one. `quiet_s`: as in `ClusterLoad`."""
+    for the next whole one."""
 
     instance: InstanceId
     incarnation: int
@@ -264,7 +270,7 @@ class WorkerReport(_Base, frozen=True):
     since: int = 0
     """Number of the report that this one continues; 0 = a whole one."""
     gone: list[Attempt] = []
-    quiet_s: float = 0.0
+    quiet_s: Quiet = 0.0
 
 
 class SegmentEnded(_Base, frozen=True):
@@ -288,14 +294,13 @@ class Leaving(_Base, frozen=True):
 
 
 class ClusterStats(_Base, frozen=True):
-    """The monitor's summary, pushed to the manager: arrival rate, its forecast, mean lengths (B9). `quiet_s`: as in
-    `ClusterLoad`."""
+    """The monitor's summary, pushed to the manager: arrival rate, its forecast, mean lengths (B9)."""
 
     arrival_rate: float
     arrival_rate_forecast: float
     mean_prompt_tokens: float
     mean_output_tokens: float
-    quiet_s: float = 0.0
+    quiet_s: Quiet = 0.0
 
 
 # ---- To a worker, from the manager. ----
@@ -501,7 +506,7 @@ class Heartbeat(_Base, frozen=True):
     """`stats` are the process's own numbers by metric name; `metrics_url` is where Prometheus text can be read.
     `facts`: fixed words about it (a worker's device); `warnings`: sentences for the live page. `metrics_token`: shown
     to the process, gets its series that name API keys. `counts`: growing counters behind the monitor's figures of the
-    last minute (`global_monitor/window.py`), histograms by bucket. `quiet_s`: as in `ClusterLoad`."""
+    last minute (`global_monitor/window.py`), histograms by bucket."""
 
     instance: InstanceId
     role: str
@@ -514,7 +519,7 @@ class Heartbeat(_Base, frozen=True):
     warnings: list[str] = []
     metrics_token: str = ""
     counts: dict[str, list[float]] = {}
-    quiet_s: float = 0.0
+    quiet_s: Quiet = 0.0
 
 
 class Farewell(_Base, frozen=True):

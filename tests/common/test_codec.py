@@ -37,6 +37,8 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return st.floats(kind.__metadata__[0].ge, kind.__metadata__[0].le)
     if origin is list:
         return st.lists(strategy_of(arguments[0]), max_size=3)
     if origin is tuple:
@@ -49,7 +51,7 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin in (typing.Union, types.UnionType):
         return st.one_of([strategy_of(argument) for argument in arguments])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: strategy_of(hints[name]) for name in kind.__struct_fields__})
     if isinstance(kind, type):
         return st.sampled_from(kind)  # an enum
@@ -95,6 +97,7 @@ def _lists(value: Any) -> Any:
     return value
 
 
+STATS = ("arrival_rate", "arrival_rate_forecast", "mean_prompt_tokens", "mean_output_tokens")
 WRONG = {
     "empty": b"",
     "reserved byte": b"\xc1",
@@ -104,6 +107,7 @@ WRONG = {
     "unknown type": msgpack.packb({"type": "Unknown", "incarnation": 1}),
     "missing field": msgpack.packb({"type": "Registered"}),
     "wrong field": msgpack.packb({"type": "Registered", "incarnation": "one"}),
+    "quiet for a day": msgpack.packb({"type": "ClusterStats", **dict.fromkeys(STATS, 1.0), "quiet_s": 86_400.0}),
     "an array": msgpack.packb([1, 2, 3]),
     "truncated": encode(Registered(2**40))[:-1],
     "trailing": encode(Registered(1)) + b"\x00",

@@ -317,6 +317,16 @@ def test_it_registers_until_the_manager_knows_it_then_reports() -> None:
     assert stats.memory_free_bytes == 102
 
 
+def test_a_quiet_worker_announces_it_to_those_that_stand_by_too() -> None:
+    worker = machine(Role.UNIFIED)
+    worker.handle(0.0, Received("manager", Registered(1)))
+    worker._reports.managers = ("manager", "manager-1")
+    for quiet_s, peers in ((0.0, ["manager"]), (4.0, ["manager", "manager-1"])):
+        effects = worker.handle(0.1, ReportDue(0, quiet_s))
+        assert [send.peer for send in effects if isinstance(send, Send)] == peers
+        assert {send.message.quiet_s for send in effects if isinstance(send, Send)} == {quiet_s}  # type: ignore[union-attr]
+
+
 def test_a_manager_that_does_not_know_it_is_answered_at_once() -> None:
     worker = machine(Role.UNIFIED)
     worker.handle(0.0, Received("manager", Registered(1)), Received("manager", whole()))

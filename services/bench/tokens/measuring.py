@@ -1,21 +1,21 @@
 """One measurement: processes up, streams running, processor time before and after a stretch of it.
 
 Called by `command.py`. Gateways, manager and predictor are the product's; workers have a free engine (`worker.py`).
-Clients count as cheaply as Python can: one protocol per connection, no parsing; an event is counted where `data: `
-begins one, which texts never hold (the engine says words). A token that no client was sent costs the others.
+A token that no client was sent costs the others. After the gateway a bare server sends the same bytes to the same
+clients (`bare.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from cohort.common.http.ports import free_port
 from cohort.common.hub.model_source import find
 from cohort.common.paths import default_model_dir
 from cohort.services.bench.child import MeasurementFailed, leaves_when_terminated
+from cohort.services.bench.tokens.clients import Client, Clients, Stream, User, chat
 from cohort.services.launcher.options import assigned_by
 from cohort.services.launcher.plan import ProcessPlan, StopStage, plan, resolve
 
@@ -136,110 +137,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-_EVENT = b"data: {"
-KEEP = "x-cohort-resume: keep\r\n"
-_OK = b"HTTP/1.1 200"
-
-
-class Stream(asyncio.Protocol):
-    """One request: sent when the connection is there, its events counted until it closes."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self._tail = b""
-        self._head = b""
-        self.events = 0
-        self.reads = 0
-        self.bytes = 0
-        self.ended = ""
-        """Reason why there is nothing more; "" while it runs."""
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.reads += 1
-        self.bytes += len(data)
-        if len(self._head) < len(_OK):
-            self._head += data[: len(_OK)]
-            if len(self._head) >= len(_OK) and not self._head.startswith(_OK):
-                self.ended = data.decode(errors="replace")
-        self.events += (self._tail + data).count(_EVENT)
-        self._tail = data[-len(_EVENT) + 1 :]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.ended = self.ended or f"connection lost: {error}"
-
-
-class Clients:
-    def __init__(self, streams: Sequence[Stream]) -> None:
-        self._streams = streams
-
-    @classmethod
-    async def open(
-        cls, host: str, port: int, model: str, count: int, output_tokens: int, *, resumable: bool = False
-    ) -> Clients:
-        """Connect `count` clients, each with a prompt of its own. `resumable`: they request streams to go on with."""
-        loop = asyncio.get_running_loop()
-        streams = []
-        for index in range(count):
-            request = _request(host, port, model, f"Stream {index} says", output_tokens, resumable=resumable)
-            _, stream = await loop.create_connection(lambda request=request: Stream(request), host, port)  # type: ignore[misc]
-            streams.append(stream)
-        return cls(streams)
-
-    async def all_running(self, timeout_s: float) -> None:
-        """Wait until every stream has had two events. Raises `MeasurementFailed`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while min(stream.events for stream in self._streams) < 2:
-                    self.check()
-                    await asyncio.sleep(0.05)
-        except TimeoutError:
-            waiting = sum(stream.events < 2 for stream in self._streams)
-            raise MeasurementFailed(f"{waiting} of {len(self._streams)} streams have not begun") from None
-
-    def check(self) -> None:
-        """Raise `MeasurementFailed` where a stream has ended."""
-        for stream in self._streams:
-            if stream.ended:
-                raise MeasurementFailed(f"a stream ended early: {stream.ended[:500]}")
-
-    def counts(self) -> tuple[int, int, int]:
-        events, reads, sizes = zip(*((each.events, each.reads, each.bytes) for each in self._streams), strict=True)
-        return sum(events), sum(reads), sum(sizes)
-
-    def close(self) -> None:
-        for stream in self._streams:
-            if stream.transport is not None:
-                stream.transport.abort()
-
-
-def _request(host: str, port: int, model: str, prompt: str, output_tokens: int, *, resumable: bool) -> bytes:
-    body = json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": output_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "temperature": 0,
-        }
-    ).encode()
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        f"{KEEP if resumable else ''}\r\n"
-    )
-    return head.encode() + body
-
-
 _SETTLE_S = 1.0
 """Time between the last stream's first tokens and the first reading of the clocks."""
 _BEGIN_TIMEOUT_S = 120.0
+_SHORT_TOKENS = 4
+"""Tokens of the answer to a short request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +167,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds of processor time per token, of all processes of a kind together."""
+    """Microseconds of processor time per token, of all processes of a kind together; `bare_us` of a bare server that
+    sends the same bytes, `write_us` of the writes to its sockets alone."""
 
     streams: int
     workers: int
@@ -281,11 +184,65 @@ class Cost:
     manager_us: float
     predictor_us: float
     engine_us: float
+    bare_us: float
+    write_us: float
 
     @property
     def path_us(self) -> float:
         """Time of every token in worker loop, bus and gateway."""
         return self.gateway_us + self.worker_us + self.bus_us
+
+    @property
+    def over_bare(self) -> float:
+        return self.gateway_us / self.bare_us
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """Short requests over an instant engine, and over a bare server that sends the same answers: requests a second, and
+    microseconds of processor time per request."""
+
+    users: int
+    requests_per_s: float
+    gateway_us: float
+    others_us: float
+    bare_per_s: float
+    bare_us: float
+
+    @property
+    def over_bare(self) -> float:
+        return self.requests_per_s / self.bare_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What clients had, and processes spent, in `elapsed_s`."""
+
+    elapsed_s: float
+    events: int
+    reads: int
+    bytes: int
+    spent: dict[str, ThreadTimes]
+
+    def us(self, seconds: Iterable[float]) -> float:
+        """Return microseconds per event."""
+        return 1e6 * sum(seconds) / self.events
+
+
+async def _stretch(clients: Clients, times: Callable[[], dict[str, ThreadTimes]], seconds: float) -> _Stretch:
+    """Measure clients once all of them run. Raises `MeasurementFailed`."""
+    await clients.all_running(_BEGIN_TIMEOUT_S)
+    await asyncio.sleep(_SETTLE_S)
+    loop = asyncio.get_running_loop()
+    before, began_s, counted = times(), loop.time(), clients.counts()
+    await asyncio.sleep(seconds)
+    after, ended_s = times(), loop.time()
+    clients.check()
+    events, reads, nbytes = (now - then for now, then in zip(clients.counts(), counted, strict=True))
+    if not events:
+        raise MeasurementFailed(f"nothing was sent in {seconds:g} s")
+    spent = {instance: found.since(before[instance]) for instance, found in after.items()}
+    return _Stretch(ended_s - began_s, events, reads, nbytes, spent)
 
 
 def measure(preset: str, settings: Sequence[str], model: str, load: Load) -> Cost:
@@ -293,52 +250,132 @@ def measure(preset: str, settings: Sequence[str], model: str, load: Load) -> Cos
     with tempfile.TemporaryDirectory(prefix="cohort-bench-") as name:
         folder = Path(name)
         config = configured(preset, settings, model, load, folder)
+        requests = [
+            chat(served_name(config), f"Stream {index} says", load.output_tokens, stream=True, resumable=load.resumable)
+            for index in range(load.streams)
+        ]
         with started(config, folder, load.step_s) as processes:
             processes.wait_ready()
-            return asyncio.run(_measured(config, processes, load))
-
-
-async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
-    name = config.model.served_name or Path(config.model.path).name
-    clients = await Clients.open(
-        "127.0.0.1", config.gateway.port, name, load.streams, load.output_tokens, resumable=load.resumable
-    )
-    try:
-        await clients.all_running(_BEGIN_TIMEOUT_S)
-        await asyncio.sleep(_SETTLE_S)
-        loop = asyncio.get_running_loop()
-        before, began_s = processes.times(), loop.time()
-        counted = clients.counts()
-        await asyncio.sleep(load.seconds)
-        after, ended_s = processes.times(), loop.time()
-        clients.check()
-        tokens, reads, nbytes = (now - then for now, then in zip(clients.counts(), counted, strict=True))
-    finally:
-        clients.close()
-    spent = {instance: times.since(before[instance]) for instance, times in after.items()}
-
-    workers = [times for name, times in spent.items() if name in config.instance_roles]
-    gateways = [times for name, times in spent.items() if name.startswith("gateway")]
-
-    def us(seconds: Iterable[float]) -> float:
-        return 1e6 * sum(seconds) / tokens
-
+            found, client = asyncio.run(_measured(Stream, config.gateway.port, requests, processes.times, load.seconds))
+        assert isinstance(client, Stream)
+        bare = _bare(Stream, requests, client.event, load.step_s, load.seconds, folder)
+    workers = [times for name, times in found.spent.items() if name in config.instance_roles]
+    gateways = [times for name, times in found.spent.items() if name.startswith("gateway")]
     return Cost(
         streams=load.streams,
         workers=load.workers,
         gateways=load.gateways,
         resumable=load.resumable,
-        tokens=tokens,
-        tokens_per_s=tokens / (ended_s - began_s),
-        tokens_per_read=tokens / max(1, reads),
-        bytes_per_token=nbytes / tokens,
-        gateway_us=us(times.loop_s + times.other_s for times in gateways),
-        worker_us=us(times.loop_s for times in workers),
-        bus_us=us(times.bus_s for times in (*workers, *gateways)),
-        manager_us=us([spent["manager"].whole_s]),
-        predictor_us=us([spent["predictor"].whole_s]),
-        engine_us=us(times.other_s for times in workers),
+        tokens=found.events,
+        tokens_per_s=found.events / found.elapsed_s,
+        tokens_per_read=found.events / max(1, found.reads),
+        bytes_per_token=found.bytes / found.events,
+        gateway_us=found.us(times.loop_s + times.other_s for times in gateways),
+        worker_us=found.us(times.loop_s for times in workers),
+        bus_us=found.us(times.bus_s for times in (*workers, *gateways)),
+        manager_us=found.us([found.spent["manager"].whole_s]),
+        predictor_us=found.us([found.spent["predictor"].whole_s]),
+        engine_us=found.us(times.other_s for times in workers),
+        bare_us=bare.us([bare.spent["bare"].whole_s]),
+        write_us=write_us(client.sample, load),
     )
+
+
+def measure_requests(preset: str, settings: Sequence[str], model: str, users: int, seconds: float) -> RequestCost:
+    """Raise `MeasurementFailed`, `ConfigError`."""
+    with tempfile.TemporaryDirectory(prefix="cohort-bench-") as name:
+        folder = Path(name)
+        config = configured(preset, settings, model, Load(users, 1.0, seconds, 1, 1), folder)
+        requests = [
+            chat(served_name(config), f"User {index} says", _SHORT_TOKENS, stream=False) for index in range(users)
+        ]
+        with started(config, folder, 0.0) as processes:
+            processes.wait_ready()
+            found, client = asyncio.run(_measured(User, config.gateway.port, requests, processes.times, seconds))
+        bare = _bare(User, requests, client.sample, 0.0, seconds, folder)
+    gateway = found.spent.pop("gateway")
+    return RequestCost(
+        users=users,
+        requests_per_s=found.events / found.elapsed_s,
+        gateway_us=found.us([gateway.whole_s]),
+        others_us=found.us(times.whole_s for times in found.spent.values()),
+        bare_per_s=bare.events / bare.elapsed_s,
+        bare_us=bare.us([bare.spent["bare"].whole_s]),
+    )
+
+
+async def _measured(
+    kind: type[Client],
+    port: int,
+    requests: Sequence[bytes],
+    times: Callable[[], dict[str, ThreadTimes]],
+    seconds: float,
+) -> tuple[_Stretch, Client]:
+    """Return what one client for each request had, and one of the clients."""
+    clients = await Clients.open(kind, port, requests)
+    try:
+        return await _stretch(clients, times, seconds), clients.clients[0]
+    finally:
+        clients.close()
+
+
+def _bare(
+    kind: type[Client], requests: Sequence[bytes], sent: bytes, step_s: float, seconds: float, folder: Path
+) -> _Stretch:
+    """Measure a bare server that sends these bytes. Raises `MeasurementFailed`."""
+    port, file = free_port(), folder / "sent"
+    file.write_bytes(sent)
+    command = [sys.executable, "-m", "cohort.services.bench.tokens.bare", str(port), str(step_s), str(file)]
+    with leaves_when_terminated() as begin:
+        begin()
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline_s = time.monotonic() + START_TIMEOUT_S
+            while not _listens(port):
+                if server.poll() is not None or time.monotonic() > deadline_s:
+                    raise MeasurementFailed("the bare server did not start")
+                time.sleep(0.05)
+            found, _ = asyncio.run(_measured(kind, port, requests, lambda: {"bare": thread_times(server.pid)}, seconds))
+            return found
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def write_us(data: bytes, load: Load) -> float:
+    """Return the processor time of one write to a connection on this machine, in the steps of a load."""
+    pairs, spent_s, steps = list[tuple[socket.socket, socket.socket]](), 0.0, max(4, int(2.0 / load.step_s))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for _ in range(load.streams):
+                client = socket.create_connection(listener.getsockname())
+                pairs.append((client, listener.accept()[0]))
+                pairs[-1][1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(steps):
+            time.sleep(load.step_s)
+            began_s = time.thread_time()
+            for _, writer in pairs:
+                writer.send(data)
+            spent_s += time.thread_time() - began_s
+            for client, _ in pairs:
+                client.recv(len(data))
+    finally:
+        for pair in pairs:
+            for each in pair:
+                each.close()
+    return 1e6 * spent_s / (steps * load.streams)
+
+
+def served_name(config: Config) -> str:
+    return config.model.served_name or Path(config.model.path).name
 
 
 def configured(preset: str, settings: Sequence[str], model: str, load: Load, folder: Path) -> Config:

@@ -15,12 +15,17 @@ pytestmark = pytest.mark.slow
 
 def test_a_few_streams_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, report = tiny_model.write(tmp_path / "model"), tmp_path / "cost.json"
-    load = ["--streams", "3", "--tokens-per-s", "30", "--seconds", "1"]
+    load = ["--streams", "3", "--tokens-per-s", "30", "--users", "2", "--seconds", "1"]
     assert main(["token-cost", *load, "--model", str(model), "--json", str(report)]) == 0
-    (found,) = json.loads(report.read_text())
+    costs = json.loads(report.read_text())
+    (found,), (requests,) = costs["streams"], costs["requests"]
     assert (found["streams"], found["workers"], found["gateways"]) == (3, 1, 1)
-    assert found["tokens"] > 0 and all(found[f"{part}_us"] > 0 for part in ("gateway", "worker", "manager"))
-    assert "together, µs" in capsys.readouterr().out
+    assert found["tokens"] > 0 and all(
+        found[f"{part}_us"] > 0 for part in ("gateway", "worker", "manager", "bare", "write")
+    )
+    assert all(requests[part] > 0 for part in ("requests_per_s", "gateway_us", "others_us", "bare_per_s", "bare_us"))
+    shown = capsys.readouterr().out
+    assert "together, µs" in shown and "over it" in shown
 
 
 def test_a_result_that_cannot_be_written_fails_before_the_measurement(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,8 @@ def configure_logging(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    logger: structlog.stdlib.BoundLogger = structlog.get_logger(f"cohort.{service}")
+    # Bound now: a lazy logger binds anew for every line.
+    logger: structlog.stdlib.BoundLogger = structlog.get_logger(f"cohort.{service}").bind()
     _catch_the_unhandled(logger)
     return logger
 

@@ -323,11 +323,11 @@ class Answering:
         self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
         finish = FinishReason.STOP if piece.stopped else finish
         first = index not in self.started and bool(piece.text or piece.parts or finish)
-        text = piece.text
         if first:
             self.started.add(index)
-            text = self.echoes[index] + text
-        piece = dataclasses.replace(piece, text=text, scores=self._behind_echo(index, piece.scores))
+        if echo := self.echoes[index]:
+            text = echo + piece.text if first else piece.text
+            piece = dataclasses.replace(piece, text=text, scores=_behind(echo, piece.scores))
         return Step(piece, finish, first)
 
     def _read(
@@ -433,10 +433,6 @@ class Answering:
             entry.prompt_logprobs.clear()
         return written
 
-    def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
-        shift = len(self.echoes[index])
-        return [dataclasses.replace(item, offset=item.offset + shift) for item in scores] if shift else scores
-
     async def _of_echo(self, index: int) -> Scores:
         first = index - index % self.call.n
         scores = self._echo_scores.get(first)
@@ -450,6 +446,10 @@ class Answering:
                 await asyncio.sleep(0)
             entry.prompt_logprobs.clear()
         return scores
+
+
+def _behind(echo: str, scores: Sequence[ScoredToken]) -> list[ScoredToken]:
+    return [dataclasses.replace(item, offset=item.offset + len(echo)) for item in scores]
 
 
 def _placed(choices: Iterable[Entry]) -> bool:

@@ -251,15 +251,14 @@ class Generator:
             compiled = await self._grammars.compile(call.grammar_spec, queue_owner)
             sampling = msgspec.structs.replace(sampling, grammar=compiled)
         priority = self.owners.priority(call.priority) + caller.priority_penalty
-        call = dataclasses.replace(call, priority=priority, sampling=sampling)
         times = GatewayTimes(
             caller.arrived_s, trace=caller.trace, on_slo_result=caller.lease.on_slo_result if caller.lease else None
         )
         began_s = clock.now_s()
         prompts, messages = await self._tokenize(call, self.served.max_model_len(), queue_owner)
-        call = dataclasses.replace(call, messages=messages)
         if sampling.grammar and call.chat:
-            call = dataclasses.replace(call, sampling=self._after_reasoning(sampling, prompts[0]))
+            sampling = self._after_reasoning(sampling, prompts[0])
+        call = dataclasses.replace(call, priority=priority, sampling=sampling, messages=messages)
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
         token_limits = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)

@@ -10,6 +10,7 @@ Questions wait in a `QuestionQueue`, on the event loop: bounded by key, in turn 
 
     turn      the key whose questions have had the fewest bytes goes next (`FairQueue`); a key that is new goes at once
     rank      within a key by size, and by arrival: a large one is passed by a bounded number of later ones
+    beside    where the user allows it, a few are under way together, as long as answers come quickly
     bound     questions that wait of one key, and the time that a request waits; beyond: 429 with Retry-After
     together  requests of a key with the same question have one place, which is free when all of them have gone
 
@@ -62,6 +63,10 @@ _AGE_BYTES = 1024
 """Size by which a question must be smaller than another of its key, for each that arrived in between, to go first: one
 of 64 KiB is passed by 64."""
 _RETRY_AFTER_S = 1.0
+_QUICK_S = 0.1
+"""Time of an answer within which further questions are begun beside the one under way: the process does not wait for
+the event loop then, and a busy loop takes several answers in one turn. After a slower one they go one at a time, so
+that another key waits for one only."""
 
 Answer = tuple[bytes, bytes]
 """Kind of answer (`ANSWER`, `REFUSED`), and what it is."""
@@ -213,19 +218,25 @@ class _Place:
 
 
 class QuestionQueue:
-    def __init__(self, ask: Callable[[bytes], asyncio.Future[Answer]], what: str, most: Callable[[], int]) -> None:
-        """`ask` begins one question; it is called again when that has ended. `what` the questions are, for messages;
-        `most`: of one key that wait."""
+    def __init__(
+        self, ask: Callable[[bytes], asyncio.Future[Answer]], what: str, most: Callable[[], int], beside: int = 0
+    ) -> None:
+        """`ask` begins one question; it is called again when that has ended, and for `beside` more while answers come
+        within `_QUICK_S`. `what` the questions are, for messages; `most`: of one key that wait."""
         self._ask = ask
         self._what = what
         self._most = most
+        self._beside = beside
         self._fair = FairQueue()
         self._places: dict[tuple[str, bytes], _Place] = {}
-        """Questions that wait, and the one under way."""
+        """Questions that wait, and those under way."""
         self._waiting: dict[RequestId, _Place] = {}
         self._waiting_of: Counter[str] = Counter()
         self._arrived = 0
-        self._is_busy = False
+        self._under_way = 0
+        self._is_quick = False
+        self._since_s = 0.0
+        """Time at which the last question ended, or the first of those under way was begun."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -265,16 +276,19 @@ class QuestionQueue:
             del self._waiting_of[place.owner]
 
     def _begin(self) -> None:
-        if self._is_busy or (name := self._fair.next()) is None:
-            return
-        place = self._waiting[name]
-        self._leave(place)
-        self._is_busy = True
-        self._ask(place.question).add_done_callback(partial(self._end, place))
+        if not self._under_way:
+            self._since_s = time.monotonic()
+        while self._under_way <= self._is_quick * self._beside and (name := self._fair.next()) is not None:
+            place = self._waiting[name]
+            self._leave(place)
+            self._under_way += 1
+            self._ask(place.question).add_done_callback(partial(self._end, place))
 
     def _end(self, place: _Place, asked: asyncio.Future[Answer]) -> None:
-        assert self._is_busy and self._places[place.owner, place.question] is place, f"{place.name} ends twice"
-        self._is_busy = False
+        assert self._under_way and self._places[place.owner, place.question] is place, f"{place.name} ends twice"
+        now_s = time.monotonic()
+        self._is_quick, self._since_s = now_s - self._since_s < _QUICK_S, now_s
+        self._under_way -= 1
         del self._places[place.owner, place.question]
         if asked.cancelled():
             place.answer.cancel()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
+from cohort.services.gateway.text import bounded_process
 from cohort.services.gateway.text.bounded_process import Answer, QuestionQueue
 
 AGE = 1024
@@ -156,3 +157,27 @@ async def test_a_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not len(compiler.queue)
     await compiler.end()
     assert compiler.asked == [b"0"]
+
+
+async def test_more_are_begun_beside_one_only_while_answers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[bytes, asyncio.Future[Answer]] = {}
+
+    def ask(question: bytes) -> asyncio.Future[Answer]:
+        return asked.setdefault(question, asyncio.get_running_loop().create_future())
+
+    async def end_first(quick_s: float) -> int:
+        monkeypatch.setattr(bounded_process, "_QUICK_S", quick_s)
+        question = next(each for each, answer in asked.items() if not answer.done())
+        asked[question].set_result((b"T", question))
+        await settle()
+        return sum(not answer.done() for answer in asked.values())
+
+    queue = QuestionQueue(ask, "chats", lambda: 99, 2)
+    tasks = [asyncio.create_task(queue.ask("alice", b"%02d" % each)) for each in range(9)]
+    await settle()
+    assert len(asked) == 1, "nothing is known of their time yet"
+    quick_s, slow_s = 1e9, -1.0
+    under_way = [await end_first(each) for each in (quick_s, quick_s, slow_s, slow_s, slow_s, slow_s, quick_s)]
+    assert under_way == [3, 3, 2, 1, 1, 1, 2], "then three, one at a time, and both that are left"
+    assert [await end_first(quick_s) for _ in range(2)] == [1, 0]
+    assert [await task for task in tasks] == [(b"T", b"%02d" % each) for each in range(9)]

@@ -72,8 +72,7 @@ def configure_logging(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    # Bound now: a lazy logger binds anew for every line.
-    logger: structlog.stdlib.BoundLogger = structlog.get_logger(f"cohort.{service}").bind()
+    logger: structlog.stdlib.BoundLogger = structlog.get_logger(f"cohort.{service}").bind()  # not at every line
     _catch_the_unhandled(logger)
     return logger
 

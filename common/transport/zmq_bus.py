@@ -58,8 +58,6 @@ LINGER_MS = 300  # last words to a connected peer need a few; one that is away i
 RECONNECT_MS, RECONNECT_MAX_MS = 10, 200
 PING_MS, PING_TIMEOUT_MS = 1000, 3000  # over TCP
 YIELD_EVERY_MESSAGES = 32
-_READABLE = int(zmq.POLLIN)
-"""Flag as a plain number: `&` with the enumeration makes a member of it, after every message."""
 TURN_BYTES = 4096
 """Bytes read from one socket before the next one's turn. Counted in messages it would be no fair share: a manager's
 message about 400 requests would come between as many messages of a hundred tokens each."""
@@ -386,7 +384,7 @@ class ZmqBus:
             if not source.socket.closed:
                 source.socket.getsockopt(zmq.EVENTS)  # acknowledges the signal, else the descriptor stays readable
             return
-        if int(source.socket.getsockopt(zmq.EVENTS)) & _READABLE:
+        if int(source.socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):  # enumerations are slow
             source.on_ring = True
             self._ring.append(source)
             self._readable.set()

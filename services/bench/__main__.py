@@ -31,7 +31,7 @@ COMMANDS = {
     "host-time": (f"{_ROOT}.engine.host_time_command", "the host's part of a decode step, by rows", "--rows 1 8 32"),
     "token-cost": (
         f"{_ROOT}.tokens.command",
-        "processor time per streamed token, around an engine that costs nothing",
+        "processor time per streamed token and short request, around an engine that costs nothing",
         "--streams 64 256 --tokens-per-s 4000",
     ),
     "mixed-lengths": (

@@ -31,7 +31,7 @@ class Client(asyncio.Protocol):
         self.ended = ""
         """Reason why there is nothing more; "" while it runs."""
         self.sample = b""
-        """What was sent last: an event, or the body of an answer."""
+        """Bytes that came last: an event, or the body of an answer."""
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -216,7 +216,7 @@ class RequestCost:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """What clients had, and processes spent, in `elapsed_s`."""
+    """Counts of what clients received, and times that processes spent, in `elapsed_s`."""
 
     elapsed_s: float
     events: int

@@ -78,7 +78,7 @@ class RunningTable:
         self._deadlines = self._efforts = 0
         """Sequences with a deadline; and best-effort ones."""
         self._demands: dict[tuple[int, bool], _Demand] = {}
-        """What `fits` has asked for since `read`, by block size and whether of real-time sequences alone."""
+        """Sums that `fits` has asked for since `read`, by block size and whether of real-time sequences alone."""
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -17,6 +17,7 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.effects import Admitted, Rejected
 from cohort.common.machines.events import Estimated, Offered
 from cohort.common.messages import Placed
+from cohort.common.tokens import listed
 from cohort.common.types import Attempt
 from cohort.services.gateway.keys.owners import Owners
 from tests.common.machines.small_gateway import PROMPT, Gateway, only, request
@@ -159,7 +160,7 @@ async def test_logs_and_recordings_name_no_key(open_site: OpenSite) -> None:  # 
         assert (await site.post("/v1/completions", ASK, headers=A))[0] == 200
         offered = [event for event in told if isinstance(event, Offered)]
         assert offered and offered[0].owner
-        assert b"key-a" not in msgspec.json.encode(told)
+        assert b"key-a" not in msgspec.json.encode(told, enc_hook=listed)
 
 
 # -- priorities ----------------------------------------------------------------------------------------------------

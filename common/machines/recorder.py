@@ -8,7 +8,7 @@ is the host's: nothing here does I/O.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Generic
+from typing import Any, Generic
 
 import msgspec
 
@@ -19,7 +19,7 @@ from cohort.common.machines.machine import Effect, Event, Machine
 from cohort.common.machines.manager.manager import ManagerSettings
 from cohort.common.machines.worker.worker_state import WorkerSetup
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.tokens import listed
+from cohort.common.tokens import listed, unpacked
 from cohort.common.types import InstanceId
 
 
@@ -66,6 +66,11 @@ class Call(msgspec.Struct, frozen=True):
     events: msgspec.Raw
     effects: list[str]
     raised: str = ""
+
+
+def decoder_of_events(of: Any) -> msgspec.json.Decoder[list[Any]]:
+    """Return the decoder of `Call.events` of this type, a machine's union of events."""
+    return msgspec.json.Decoder(list[of], dec_hook=unpacked)
 
 
 def config_text(config: Config) -> str:

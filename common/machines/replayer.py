@@ -23,12 +23,12 @@ from cohort.common.machines.recorder import (
     Header,
     ManagerHeader,
     WorkerHeader,
+    decoder_of_events,
     describe,
     describe_error,
 )
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.policies import compose
-from cohort.common.tokens import unpacked
 
 _ROW = re.compile(r"\[\d+, \d+\)$")
 
@@ -76,7 +76,7 @@ class Replay:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{path}: not a recording: {error}") from error
         self.machine = str(type(header).__struct_config__.tag)
-        self._events = msgspec.json.Decoder(list[events_type], dec_hook=unpacked)  # type: ignore[valid-type]
+        self._events = decoder_of_events(events_type)
 
     def steps(self) -> Iterator[Step]:
         """Yield every call in order, once. After the first difference the machine's state is not the recorded one."""

@@ -36,6 +36,33 @@ thread that may have to wait. One probe of each delay is pending at a time, howe
 PROBE = b""
 
 
+class ConnectionEnds:
+    """Calls `ended` on the running event loop when connections of a socket have ended, once for all since the last
+    call."""
+
+    def __init__(self, socket: zmq.Socket[Any], loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
+        self._socket, self._loop, self._ended = socket, loop, ended
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._fd: int = self._monitor.FD
+        loop.add_reader(self._fd, self._read)
+        self._read()
+
+    def close(self) -> None:
+        """Stop watching. Called before the socket is closed."""
+        self._loop.remove_reader(self._fd)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def _read(self) -> None:
+        ended = False
+        with contextlib.suppress(zmq.Again):
+            while True:  # the descriptor signals changes only
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                ended = True
+        if ended:
+            self._ended()
+
+
 class LostPeers:
     """Watches an inbox (a ROUTER with ROUTER_MANDATORY) on the running event loop."""
 
@@ -47,7 +74,6 @@ class LostPeers:
         lost: Callable[[InstanceId], None],
     ) -> None:
         """`has_route` sends a peer a `PROBE`; False where it has no connection."""
-        self._inbox = inbox
         self._loop = loop
         self._has_route = has_route
         self._lost = lost
@@ -56,10 +82,7 @@ class LostPeers:
         """Pending probes, by their delay."""
         self._judgements: dict[InstanceId, asyncio.TimerHandle] = {}
         """Timers of callers that have no connection and may still come back."""
-        self._monitor = inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._fd: int = self._monitor.FD
-        loop.add_reader(self._fd, self._connections_ended)
-        self._connections_ended()
+        self._ends = ConnectionEnds(inbox, loop, self._connections_ended)
 
     def note_message(self, peer: InstanceId) -> None:
         """Record that a peer sent something to the inbox, so that it has a connection."""
@@ -67,22 +90,14 @@ class LostPeers:
 
     def close(self) -> None:
         """Stop watching. Called before the inbox is closed."""
-        self._loop.remove_reader(self._fd)
+        self._ends.close()
         for timer in (*self._checks.values(), *self._judgements.values()):
             timer.cancel()
-        self._inbox.disable_monitor()
-        self._monitor.close(linger=0)
 
     def _connections_ended(self) -> None:
-        ended = False
-        with contextlib.suppress(zmq.Again):
-            while True:  # the descriptor signals changes only
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-                ended = True
-        if ended:
-            for delay_s in _CHECK_DELAYS_S:
-                if delay_s not in self._checks:
-                    self._checks[delay_s] = self._loop.call_later(delay_s, self._check, delay_s)
+        for delay_s in _CHECK_DELAYS_S:
+            if delay_s not in self._checks:
+                self._checks[delay_s] = self._loop.call_later(delay_s, self._check, delay_s)
 
     def _check(self, delay_s: float) -> None:
         del self._checks[delay_s]

@@ -38,7 +38,7 @@ import zmq
 from cohort.common.codec import decode, encode
 from cohort.common.errors import ConfigError, PeerUnreachable, WireError
 from cohort.common.messages import Message
-from cohort.common.transport.lost_peers import PROBE, LostPeers
+from cohort.common.transport.lost_peers import PROBE, ConnectionEnds, LostPeers
 from cohort.common.transport.repeated_warning import RepeatedWarning
 from cohort.common.transport.security import Authenticator, CurveKeys, protect_client, protect_server
 from cohort.common.types import InstanceId
@@ -85,8 +85,8 @@ class _Source:
     socket: zmq.Socket[bytes]
     peer: InstanceId | None
     endpoint: str
-    ends: zmq.Socket[bytes] | None = None
-    """Reports the ends of the connection to a peer that is watched."""
+    ends: ConnectionEnds | None = None
+    """Watch over the connection to a peer, where its end is reported."""
     fd: int = field(init=False)
     on_ring: bool = False
     turn_bytes: int = 0
@@ -166,7 +166,7 @@ class ZmqBus:
         self._peers[peer] = source
         self._watch(source)
         if peer in self._watched:
-            self._watch_ends(source)
+            source.ends = ConnectionEnds(socket, self._loop, lambda: self._on_end(peer))
 
     def redial(self, peer: InstanceId, endpoint: str) -> None:
         """Dial a peer that has moved to this endpoint. Does nothing if it was not dialled, or is known to be there."""
@@ -357,27 +357,10 @@ class ZmqBus:
         self._loop.add_reader(source.fd, self._poll_source, source)
         self._poll_source(source)
 
-    def _watch_ends(self, source: _Source) -> None:
-        source.ends = source.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._loop.add_reader(source.ends.FD, self._read_ends, source)
-        self._read_ends(source)
-
-    def _read_ends(self, source: _Source) -> None:
-        assert source.ends is not None and source.peer is not None
-        ended = False
-        with contextlib.suppress(zmq.Again):
-            while True:  # the descriptor signals changes only
-                source.ends.recv_multipart(zmq.NOBLOCK)
-                ended = True
-        if ended:
-            self._on_end(source.peer)
-
     def _unwatch(self, source: _Source) -> None:
         self._loop.remove_reader(source.fd)
         if source.ends is not None:
-            self._loop.remove_reader(source.ends.FD)
-            source.socket.disable_monitor()
-            source.ends.close(linger=0)
+            source.ends.close()
 
     def _poll_source(self, source: _Source) -> None:
         if source.on_ring or source.socket.closed:

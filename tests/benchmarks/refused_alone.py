@@ -18,28 +18,13 @@ from random import Random
 
 from cohort.common.comparison import comparison
 from cohort.common.comparison.comparison_spec import load_spec
-from cohort.common.comparison.comparison_traffic import traffic
 from cohort.common.workloads.items import WorkItem
 from cohort.services.simulator.core.clients import InFlight
 from cohort.services.simulator.core.cluster import SimCluster
-from cohort.services.simulator.core.sim_options import SimOptions
-from cohort.services.simulator.hardware.hardware import load_cluster, load_model
+from cohort.services.simulator.core.run import simulation_of, workload_of
 
 _AT_ONCE = 2
 _LINE = 16  # bytes of an outcome: a pipe holds 4,096 of them
-
-
-def simulation(cell: comparison.Cell) -> SimCluster:
-    options = SimOptions(
-        seed=cell.seed,
-        predictor=cell.predictor,  # type: ignore[arg-type]  # by `Spec`
-        predictor_sigma=cell.predictor_sigma,
-        horizon_s=cell.horizon_s,
-        slo_defaults=True,
-    )
-    workload = traffic(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
-    cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
-    return SimCluster(comparison.configuration(cell), cluster, load_model(cell.model), workload, options)
 
 
 @dataclass(eq=False)
@@ -111,11 +96,11 @@ def main() -> None:
     options = parser.parse_args()
     spec, loads, seeds = load_spec(options.spec), [options.load], [options.seed]
     for cell in comparison.cells(spec, workloads=options.workloads, systems=["cohort"], loads=loads, seeds=seeds):
-        first = Run(simulation(cell))
+        first = Run(simulation_of(cell, workload_of(cell)))
         first.outcomes()
         sent, refused = first.sim.clients.all.sent, first.refused
         drawn = frozenset(Random(cell.seed).sample(refused, min(options.count, len(refused))))
-        found = Run(simulation(cell), drawn).outcomes()
+        found = Run(simulation_of(cell, workload_of(cell)), drawn).outcomes()
         print(f"{cell.label}: {len(refused)} of {sent} refused, {first.kept} kept", end="")
         if found:
             own = 100 * statistics.mean(own for own, _ in found)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cohort.common.addresses import model_name
 from cohort.common.config import Config, dump_config, load_config, nested
 from cohort.common.http.ports import free_port
 from cohort.common.hub.model_source import find
@@ -251,7 +252,7 @@ def measure(preset: str, settings: Sequence[str], model: str, load: Load) -> Cos
         folder = Path(name)
         config = configured(preset, settings, model, load, folder)
         requests = [
-            chat(served_name(config), f"Stream {index} says", load.output_tokens, stream=True, resumable=load.resumable)
+            chat(model_name(config), f"Stream {index} says", load.output_tokens, stream=True, resumable=load.resumable)
             for index in range(load.streams)
         ]
         with started(config, folder, load.step_s) as processes:
@@ -287,7 +288,7 @@ def measure_requests(preset: str, settings: Sequence[str], model: str, users: in
         folder = Path(name)
         config = configured(preset, settings, model, Load(users, 1.0, seconds, 1, 1), folder)
         requests = [
-            chat(served_name(config), f"User {index} says", _SHORT_TOKENS, stream=False) for index in range(users)
+            chat(model_name(config), f"User {index} says", _SHORT_TOKENS, stream=False) for index in range(users)
         ]
         with started(config, folder, 0.0) as processes:
             processes.wait_ready()
@@ -372,10 +373,6 @@ def write_us(data: bytes, load: Load) -> float:
             for each in pair:
                 each.close()
     return 1e6 * spent_s / (steps * load.streams)
-
-
-def served_name(config: Config) -> str:
-    return config.model.served_name or Path(config.model.path).name
 
 
 def configured(preset: str, settings: Sequence[str], model: str, load: Load, folder: Path) -> Config:

@@ -39,8 +39,12 @@ def simulate(
     return make_report(sim, workload.name, workload.facts)
 
 
-def measure(cell: Cell) -> CellResult:
-    """Simulate a cell of `cohort compare`."""
+def workload_of(cell: Cell) -> Workload:
+    return traffic_of(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
+
+
+def simulation_of(cell: Cell, workload: Workload) -> SimCluster:
+    """Build the simulation of a cell of `cohort compare`."""
     options = SimOptions(
         seed=cell.seed,
         predictor="oracle" if cell.compared.clairvoyant else cell.predictor,  # type: ignore[arg-type]  # by `Spec`
@@ -48,21 +52,25 @@ def measure(cell: Cell) -> CellResult:
         horizon_s=cell.horizon_s,
         slo_defaults=True,
     )
-    workload = traffic_of(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
     cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
-    model, config = load_model(cell.model), configuration_of(cell)
     roles = dict(cell.compared.instances) or None
+    return SimCluster(configuration_of(cell), cluster, load_model(cell.model), workload, options, roles)
+
+
+def measure(cell: Cell) -> CellResult:
+    """Simulate a cell of `cohort compare`."""
+    workload = workload_of(cell)
 
     def judges(item: WorkItem) -> bool:
         return cell.traffic.judged in ("all", item.traffic_class)
 
-    sim = SimCluster(config, cluster, model, workload, options, roles)
+    sim = simulation_of(cell, workload)
     most, left_out = at_most(sim, workload, judges), list[WorkItem]()
     if cell.compared.clairvoyant and (chosen := at_most(sim, workload, judges, cell.compared.clairvoyant)):
         left_out = [workload.items[number] for number in chosen.left_out]
         stays = (item for number, item in enumerate(workload.items) if number not in chosen.left_out)
         workload = replace(workload, items=tuple(stays))
-        sim = SimCluster(config, cluster, model, workload, options, roles)
+        sim = simulation_of(cell, workload)
     waits = Waits(sim, judges, ended=[(item, False) for item in left_out])
     sim.run()
     waits.close()

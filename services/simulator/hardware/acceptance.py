@@ -20,8 +20,7 @@ import msgspec
 
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import StepEnded, WorkerEvent
-from cohort.common.machines.recorder import Call, Header, WorkerHeader
-from cohort.common.tokens import unpacked
+from cohort.common.machines.recorder import Call, Header, WorkerHeader, decoder_of_events
 
 _SPREAD = 1.0
 """Sum of both parameters of the rates' beta distribution. One: most rates lie near 0 or near 1."""
@@ -113,7 +112,7 @@ def recorded_drafts(path: Path) -> RecordedDrafts:
 
 
 def _steps(path: Path) -> Iterator[StepEnded]:
-    calls, events = msgspec.json.Decoder(Call), msgspec.json.Decoder(list[WorkerEvent], dec_hook=unpacked)
+    calls, events = msgspec.json.Decoder(Call), decoder_of_events(WorkerEvent)
     try:
         with path.open("rb") as file:
             if not isinstance(msgspec.json.decode(file.readline(), type=Header), WorkerHeader):

@@ -94,7 +94,7 @@ class CohortBatching(IterationScheduler):
         """Places of these in the order in which they keep it."""
         self._started: dict[Sequence, int] = {}
         """Sequences of these with a prompt to compute still, and their computed positions when they were ranked last;
-        -1 = they are to be ranked anew."""
+        -1 = never since they hold blocks."""
         self._swapped: set[Attempt] = set()
         self._unasked: list[Sequence] = []
         """Prompts of which the prefix cache was not asked yet."""
@@ -154,8 +154,6 @@ class CohortBatching(IterationScheduler):
             self._learn(ran, tokens, kv)
         for sequence in news.revised:
             self._running.changed(sequence)
-            if sequence in self._started:
-                self._started[sequence] = -1
         if news.runs:
             self._computed(now_s)
         times = self.table.step_times

@@ -55,14 +55,14 @@ def manager_names(config: Config) -> tuple[str, ...]:
 
 def never_dialling(role: str) -> frozenset[str]:
     """Return names that never dial a role's inbox: it dials these processes, which answer over that connection, or they
-    send it nothing. Predictor and monitor dial the manager; all processes dial the monitor."""
+    send it nothing. The monitor dials the manager; all processes dial the monitor."""
     match role:
         case "gateway" | "prefill_worker" | "decode_worker":
             return frozenset({MANAGER, *STANDBY_MANAGERS, PREDICTOR, MONITOR})
         case "length_predictor":
             return frozenset({MANAGER, *STANDBY_MANAGERS, MONITOR})
         case "bucketing_manager":
-            return frozenset({MANAGER, *STANDBY_MANAGERS})
+            return frozenset({MANAGER, *STANDBY_MANAGERS, PREDICTOR})
         case _:
             return frozenset()
 

@@ -488,17 +488,6 @@ class ObserveLength(_Base, frozen=True):
     truncated: bool
 
 
-# To the length predictor, from workers.
-
-
-class PromptState(_Base, frozen=True):
-    """The model's final hidden state at the end of a prompt: float16, little-endian. Answered, where it improves the
-    prediction, with `RevisePrediction` to the manager."""
-
-    attempt: Attempt
-    hidden: bytes
-
-
 # ---- To the global monitor, from every process. ----
 
 
@@ -637,7 +626,7 @@ ToWorker = (
     | KvAbort
     | KvRenew
 )
-ToPredictor = PredictLength | ObserveLength | PromptState
+ToPredictor = PredictLength | ObserveLength
 View = GatewayView | ManagerView | WorkerView
 ToMonitor = Heartbeat | Farewell | RequestTraffic | View
 ToHosts = Look

@@ -123,11 +123,16 @@ async def with_own_inbox(config: Config, role: str, instance: str, run_dir: Path
 def wanted_by(config: Config, role: str, instance: str) -> list[str]:
     """Return the names that this process dials and that have no configured endpoint."""
     managers = manager_names(config)
-    dialled = {"bucketing_manager": {MONITOR}, "global_monitor": {*managers}, "length_predictor": {*managers, MONITOR}}
+    dialled = {
+        "bucketing_manager": {MONITOR},
+        "global_monitor": {*managers},
+        "length_predictor": {MONITOR},
+        "gateway": {*managers, MONITOR, PREDICTOR},
+    }
     endpoints = config.endpoints
     configured = {name for name in (MANAGER, PREDICTOR, MONITOR) if getattr(endpoints, name)}
     configured |= {name for name, where in zip(STANDBY_MANAGERS, endpoints.standby_managers, strict=False) if where}
-    return sorted(dialled.get(role, {*managers, MONITOR, PREDICTOR}) - configured - {instance})
+    return sorted(dialled.get(role, {*managers, MONITOR}) - configured - {instance})
 
 
 async def _own_host(config: Config) -> str:

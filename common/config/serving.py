@@ -33,7 +33,6 @@ class ModelConfig(Section, frozen=True):
 
 class PredictorConfig(Section, frozen=True):
     learns: bool = True  # false = it never trains: what was learned before, else the default prediction, for all
-    refine_after_prefill: bool = False  # workers send the prompt's last hidden state for a second, better prediction
 
 
 class ManagerConfig(Section, frozen=True):

@@ -13,15 +13,11 @@ async def build(context: ServiceContext) -> None:
     """Answer until asked to stop; then the training child saves what was learned."""
     service = LengthPredictor(context.config, context.bus, context.log, context.registry)
     service.tracing, service.activity = Tracing.opened(context), context.activity
-    if context.config.predictor.refine_after_prefill:
-        for manager, endpoint in context.manager_endpoints.items():
-            context.bus.connect(manager, endpoint)
     context.stats = service.stats
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(service.serve(), name="serve"),
             tasks.create_task(service.child.run(), name="training child"),
-            tasks.create_task(service.second.save_periodically(service.pace.save_every_s), name="refinement"),
         ]
         context.ready = True
         await context.stopping.wait()

@@ -1,5 +1,4 @@
-"""The length predictor's loop: PredictLength → model → Predicted; ObserveLength → calibration, training child;
-PromptState of a worker → refined prediction → RevisePrediction to the manager.
+"""The length predictor's loop: PredictLength → model → Predicted; ObserveLength → calibration, training child.
 
 Hosted by `__main__.py`, and by tests on an in-process bus. Every answer is computed at once from the model at hand;
 nothing here waits for training, disk or another process.
@@ -7,7 +6,6 @@ nothing here waits for training, disk or another process.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -17,10 +15,9 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from structlog.stdlib import BoundLogger
 
-from cohort.common.addresses import manager_names
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
+from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength
 from cohort.common.paths import DEFAULT_MODEL_NAME, state_dir
 from cohort.common.process.activity import Activity
 from cohort.common.tracing.spans import Tracing
@@ -32,7 +29,6 @@ from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.features import FeatureVector, extract
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
-from cohort.services.length_predictor.prediction_revisions import PredictionRevisions
 from cohort.services.length_predictor.trainer import NEVER, USUAL, TrainingChild
 from cohort.services.length_predictor.training_wire import TrainingPace
 
@@ -58,7 +54,6 @@ class LengthPredictor:
         self._log = log
         self._warn_unexpected = RepeatedWarning(log, "unexpected_message")
         self._default_mean = float(config.gateway.default_prediction_tokens)
-        self._managers = manager_names(config)
         self._predictions = 0
         self._observations = 0
         self._error_tokens = math.nan
@@ -66,7 +61,6 @@ class LengthPredictor:
         self.activity = Activity()
         self.pace = pace if config.predictor.learns else NEVER
         self.child = TrainingChild(self.pace, state_file(config), log, self._take_model)
-        self.second = PredictionRevisions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
         self._answered = Counter(
             "cohort_predictor_predictions", "Predictions answered, by source.", ["source"], registry=registry
         )
@@ -100,12 +94,6 @@ class LengthPredictor:
         ):
             Gauge(name, help_text, registry=registry).set_function(read)
 
-    def _revise(self, revision: RevisePrediction) -> None:
-        """Send to all managers: those that stand by skip it, and one that is away misses a revision, no more."""
-        for manager in self._managers:
-            with contextlib.suppress(PeerUnreachable):
-                self._bus.send(manager, revision)
-
     async def serve(self) -> None:
         """Answer until cancelled."""
         while True:
@@ -113,17 +101,12 @@ class LengthPredictor:
             self.activity.work.set()
             match message:
                 case PredictLength():
-                    answer = self._answer(message)
-                    self.second.on_predicted(message.request_id, answer.prediction, message.facts.max_tokens)
                     try:
-                        self._bus.send(sender, answer)
+                        self._bus.send(sender, self._answer(message))
                     except PeerUnreachable:
                         self._log.debug("predictor_asker_gone", peer=sender, request_id=message.request_id)
                 case ObserveLength():
                     self.observe(message.facts, message.output_tokens, message.truncated)
-                    self.second.finished(message.request_id, message.output_tokens, message.truncated)
-                case PromptState():
-                    self.second.on_prompt_state(message)
                 case _:
                     self._warn_unexpected(peer=sender, type=type(message).__name__)
 
@@ -171,7 +154,7 @@ class LengthPredictor:
         }
         if not math.isnan(self._error_tokens):
             stats["mae_tokens"] = self._error_tokens
-        return stats | self.second.stats()
+        return stats
 
     def _log_lengths(self, model: LengthModel, vector: FeatureVector) -> NDArray[np.float64]:
         return self._calibration.adjusted(model.predict_log(vector))

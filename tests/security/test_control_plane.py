@@ -33,7 +33,6 @@ from cohort.common.messages import (
     ManagerHello,
     Message,
     Predicted,
-    PromptState,
     Refused,
     RegisterWorker,
     SegmentEnded,
@@ -232,11 +231,10 @@ async def test_a_peer_that_never_dials_a_process_is_not_heard_in_its_inbox(tmp_p
 
 
 def test_processes_that_do_dial_are_heard():
-    """Who dials whom: workers the gateway, the predictor and each other; all but workers' peers the manager; everybody
-    the monitor."""
+    """Who dials whom: workers the gateway and each other; gateway, workers and monitor the manager; all the monitor."""
     assert not never_dialling("gateway") & {"prefill-0", "decode-0"}
-    assert not never_dialling("bucketing_manager") & {"gateway", "predictor", "monitor", "prefill-0"}
-    assert not never_dialling("length_predictor") & {"gateway", "prefill-0"}
+    assert not never_dialling("bucketing_manager") & {"gateway", "monitor", "prefill-0"}
+    assert not never_dialling("length_predictor") & {"gateway"}
     assert never_dialling("global_monitor") == frozenset()
     assert all("gateway" not in never_dialling(role) for role in ROLES)
 
@@ -246,7 +244,7 @@ async def test_messages_that_wait_for_a_peer_are_bounded_in_bytes(tmp_path: Path
     size = 8 << 20
     bus = ZmqBus("a")
     bus.connect("b", f"ipc://{tmp_path}/b.sock")  # is not there yet
-    large = PromptState(ATTEMPT, bytes(size))
+    large = AttemptsLost([], "x" * size)
     taken = 0
     with pytest.raises(PeerUnreachable, match="queue is full"):
         for _ in range(40):
@@ -268,7 +266,7 @@ async def test_messages_that_wait_for_a_peer_are_bounded_in_bytes(tmp_path: Path
 async def test_a_bus_that_holds_large_messages_closes(tmp_path: Path):
     bus = ZmqBus("a")
     bus.connect("b", f"ipc://{tmp_path}/b.sock")  # never comes
-    bus.send("b", PromptState(ATTEMPT, bytes(8 << 20)))
+    bus.send("b", AttemptsLost([], "x" * (8 << 20)))
     await asyncio.wait_for(bus.close(), 10)
 
 
@@ -280,7 +278,7 @@ async def test_answers_are_bounded_likewise(tmp_path: Path, monkeypatch: pytest.
     deaf.connect("hub", hub.endpoint)
     deaf.send("hub", ManagerHello(1))
     await asyncio.wait_for(hub.receive(), 5)
-    large = PromptState(ATTEMPT, bytes(4 << 20))
+    large = AttemptsLost([], "x" * (4 << 20))
     with pytest.raises(PeerUnreachable, match="queue is full"):
         for _ in range(zmq_bus.RECEIVED_MESSAGES):
             hub.send("deaf", large)

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 from torch import Tensor
@@ -285,15 +283,6 @@ class ModelRunner:
     def use_grammars(self) -> None:
         """Read the tokenizer for requests with a grammar: a few tenths of a second, for which none should wait."""
         self._grammars = GrammarMasks.of_model(self._model_dir, self.geometry.eos_token_ids, self.geometry.vocab_size)
-
-    def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
-        """Return final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next
-        step. None if the model stores none, or the step ran in parts and these are not all of them."""
-        steps = self._device_steps
-        states = self._model.sampled_states if steps is None else steps.sampled_states()
-        if states is None or len(states) != sampled:
-            return None
-        return states.to(device="cpu", dtype=torch.float16).numpy()
 
     def one_by_one(self) -> AbstractContextManager[None]:
         """Return a context in which a step's kernels are called one by one, for measuring them."""

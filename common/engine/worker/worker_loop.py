@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import assert_never
 
-from cohort.common.addresses import MONITOR, PREDICTOR
+from cohort.common.addresses import MONITOR
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.recent_answers import AnswerMemory
 from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
@@ -76,7 +76,6 @@ from cohort.common.messages import (
     Look,
     Message,
     PooledStates,
-    PromptState,
     SegmentEnded,
     TokenLogprob,
     ToWorker,
@@ -127,7 +126,6 @@ class WorkerLoop:
         self._bus, self._clock, self._log = context.bus, context.clock, context.log
         self._activity = context.activity
         self._warn_unexpected = RepeatedWarning(context.log, "message not for a worker")
-        self._revises_predictions = config.predictor.refine_after_prefill  # the predictor does, given hidden states
         self._metrics = WorkerMetrics(
             context.metrics, machine, lambda: runner.oom_retries, lambda: runner.unstaged_rows
         )
@@ -170,8 +168,6 @@ class WorkerLoop:
         """Serve until asked to stop, then drain. All tasks end with this coroutine."""
         for manager, endpoint in self._context.manager_endpoints.items():
             self._bus.connect(manager, endpoint)
-        if self._revises_predictions:
-            self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self._context.stats, self._context.counts = self._heartbeat_stats, self._metrics.counts
         fixed = self._context.warnings
         self._context.warnings = lambda: [*fixed(), *filter(None, [self._metrics.slow.warning()])]
@@ -353,7 +349,7 @@ class WorkerLoop:
 
     async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
         """Plan the next step as late as possible and queue it. Return it, or None: it is planned when this one ends."""
-        after_s = self._plan_after_s(step.plan) if self._planning_ahead_enabled else None
+        after_s = self._step_ends.plan_after_s(step.plan, self._machine.times) if self._planning_ahead_enabled else None
         if after_s is None or step.batch.drafts is not None:  # a step that verifies drafts yields 1 to n tokens per row
             return None
         pause_s = step.begun_at_s + after_s - self._clock.now_s()
@@ -367,14 +363,6 @@ class WorkerLoop:
         plan, self._plan_to_queue = self._plan_to_queue, None
         return None if plan is None else self._begin(plan, running=step.sampling)
 
-    def _plan_after_s(self, plan: IterationPlan) -> float | None:
-        """Return the time from this step's start until its successor is to be planned; None if its end is unknown."""
-        if self._revises_predictions and any(
-            [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
-        ):
-            return None  # prompts end in it: their hidden states are read after it, before another step runs
-        return self._step_ends.plan_after_s(plan, self._machine.times)
-
     def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
         """Take a step's results. `alone`: no other step was queued after it."""
         if step.batch.drafts is None:
@@ -385,7 +373,6 @@ class WorkerLoop:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             judged = self._drafting.acceptance(step.sampling, proposed, output)
         ended_before = self._ended_count
-        late = late_of(step.sampling, output)
         effects = self._feed_deferring(
             StepEnded(
                 sampled_of(step.sampling, output),
@@ -393,7 +380,7 @@ class WorkerLoop:
                 scores,
                 judged,
                 step.drafting_s,
-                [each.key for each in late],
+                [each.key for each in late_of(step.sampling, output)],
                 pooled_of(step.batch, output),
             )
         )
@@ -403,8 +390,6 @@ class WorkerLoop:
             if self._drafting.learns and self._ended_count != ended_before:  # some ended with this step
                 self._drafting.on_ended([each for each in step.sampling if not holds(each)])
             self._drafting.forget(holds)
-        if self._revises_predictions and not step.batch.scoring:  # else the model stores states of scored tokens
-            self._send_prompt_states(step.sampling, late)
         if alone and self._device.leaves_cpu_free and self._next_plan is not None:
             self._deferred_effects = effects  # the next step is launched first
         else:
@@ -418,12 +403,6 @@ class WorkerLoop:
     def _ended_count(self) -> int:
         """Number of requests that ended here, whatever the outcome."""
         return sum(self._machine.counters.finished.values())
-
-    def _send_prompt_states(self, sampling: list[Sequence], late: list[Sequence]) -> None:
-        """Send the predictor the hidden states at the end of prompts; nothing waits for its result."""
-        for state in prompt_states(self._device.runner, sampling, late):
-            with contextlib.suppress(PeerUnreachable):
-                self._bus.send(PREDICTOR, state)
 
     # -- reports, deadlines, the end ---------------------------------------------------------------------------
 
@@ -576,19 +555,3 @@ class LiveView:
             kv_received_bytes=moved["received"],
             drafts=drafts_of(machine.state.counters),
         )
-
-
-def prompt_states(
-    runner: ModelRunner, sampled: list[Sequence], late: list[Sequence] | None = None
-) -> list[PromptState]:
-    """Return the model's final hidden states at the end of prompts, for the length predictor: one message per sequence
-    with its first token (`output_known`: those of former attempts). Empty: none is stored, or a step ran in halves."""
-    first = [
-        index
-        for index, each in enumerate(sampled)
-        if each.output_tokens == 1 and each.request.output_known == 0 and each not in (late or ())
-    ]
-    states = runner.sampled_states(len(sampled)) if first else None
-    if states is None:
-        return []
-    return [PromptState(sampled[index].key, states[index].tobytes()) for index in first]

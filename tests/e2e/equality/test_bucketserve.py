@@ -1,5 +1,5 @@
-"""BucketServe live: buckets, memory-safe batches, padded prefill, second predictions, a manager and a worker that die
-with requests in their buckets; every token is that of `transformers.generate`."""
+"""BucketServe live: buckets, memory-safe batches, padded prefill, a manager and a worker that die with requests in
+their buckets; every token is that of `transformers.generate`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ CACHE_BLOCKS = 77
 
 
 @another_of_its_kind()
-def test_buckets_with_second_predictions_and_processes_that_die(
-    tmp_path: Path, small_model: Path, goldens: list[Golden]
-) -> None:
+def test_buckets_and_processes_that_die(tmp_path: Path, small_model: Path, goldens: list[Golden]) -> None:
     overrides = {
         "kv": {"memory_bytes": kv_bytes(small_model, CACHE_BLOCKS)},
-        "predictor": {"refine_after_prefill": True},
-        "gateway": {"default_prediction_tokens": 4},  # an answer cut off later than predicted is learned from
+        "gateway": {"default_prediction_tokens": 4},
     }
     bodies = [ask(golden) for golden in goldens]
     made = Pipeline(tmp_path, small_model, overrides, preset="bucketserve")
@@ -36,8 +33,6 @@ def test_buckets_with_second_predictions_and_processes_that_die(
         compare(goldens, pipeline.complete_all(bodies, concurrency=len(bodies)))
         pipeline.wait_for("manager", "bucket_splits_total", 1)
         pipeline.wait_for("decode-0", "transfers_total", len(goldens) // 2)
-        # Those that end after the first model was trained teach nothing: it predicts more than they were allowed.
-        pipeline.wait_for("predictor", "refinement_observations", len(goldens) // 4)
         for number, victim in enumerate(("manager", "prefill-0")):
             with pipeline.hold("decode-0") as go_on:
                 if not number:

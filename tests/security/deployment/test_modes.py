@@ -23,7 +23,6 @@ from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.length_predictor import state
 from cohort.services.length_predictor.buffer import ObservationBuffer
-from cohort.services.length_predictor.refinement import Refiner
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,8 +54,7 @@ class Learns:
 def test_learned_state_of_the_predictor_is_private_to_its_owner(cache: Path) -> None:
     file = cache / "length_predictor" / "m.npz"
     state.save(file, state.State(ObservationBuffer(5).dataset(), None))
-    Refiner(4).save(file.with_suffix(".refined.npz"))
-    assert [mode(file.parent), mode(file), mode(file.with_suffix(".refined.npz"))] == ["700", "600", "600"]
+    assert [mode(file.parent), mode(file)] == ["700", "600"]
 
 
 def test_learned_state_of_a_scheduler_is_private_to_its_owner(cache: Path) -> None:

@@ -18,8 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
 from cohort.common.config import Config, ModelConfig, StateConfig
-from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, RevisePrediction
+from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Prediction
 from cohort.services.length_predictor import trainer
@@ -190,11 +189,3 @@ def test_each_model_has_its_own_state() -> None:
     other = state_file(Config(model=ModelConfig(served_name="org/My model")))
     assert one.name == "Qwen2.5-7B.npz"
     assert other.name == "org_My_model.npz"
-
-
-async def test_a_manager_that_is_away_misses_a_revision_no_more(tmp_path: Path) -> None:
-    async with running(tmp_path) as rig:
-        revision = RevisePrediction("r", Prediction(1.0, 1.0, 1.0, 1.0))
-        with pytest.raises(PeerUnreachable):
-            rig.service._bus.send("manager", revision)
-        rig.service._revise(revision)

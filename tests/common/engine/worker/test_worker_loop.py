@@ -30,6 +30,7 @@ from cohort.common.engine.step.grammar_masks import GrammarMasks
 from cohort.common.engine.worker.engine_threads import StepUnderWay, device_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
+from cohort.common.machines.worker.plan_ahead import StepEndForecast
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message, SegmentEnded, StartSegment, TokenBatch
@@ -248,7 +249,7 @@ async def test_the_same_tokens_with_steps_begun_behind_prompts(
     folder = model_folder("llama")
     options: dict[str, Any] = {"device_steps": device_steps, "preset": "unified"}
     after, _ = await _answers(folder, tmp_path, monkeypatch, plan_ahead=False, **options)
-    monkeypatch.setattr(WorkerLoop, "_plan_after_s", lambda self, plan: 0.0)
+    monkeypatch.setattr(StepEndForecast, "plan_after_s", lambda self, plan, times: 0.0)
     behind_prompts = chunks = 0
     begin = WorkerLoop._begin
 
@@ -312,7 +313,7 @@ async def test_rows_that_sit_steps_out_have_the_same_tokens(
     """Every other step has no time for masks, or none has any: penalties count no token twice then either."""
     folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
     byte_level().save(str(folder / "tokenizer.json"))
-    monkeypatch.setattr(WorkerLoop, "_plan_after_s", lambda self, plan: 0.0)
+    monkeypatch.setattr(StepEndForecast, "plan_after_s", lambda self, plan, times: 0.0)
     digits: dict[str, Any] = {"grammar": grammar.of_regex("[0-9]{20}"), "stop_token_ids": (2,), "max_tokens": 40}
     answers, late = [], []  # of the first also while its grammar is compiled
     for step_s, in_turn in ((10.0, False), (10.0, True), (0.0, False)):

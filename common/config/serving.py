@@ -98,15 +98,14 @@ class UcxConfig(Section, frozen=True):
 class TransferConfig(Section, frozen=True):
     """Links that move KV between workers; none is opened where the placement never moves any.
 
-    ucx is fastest and knows neither encryption nor keys; nixl (docs/guide/links.md) is UCX behind NIXL's reads of
-    registered memory, and likewise. While all endpoints are on this machine it uses shared memory and the loopback
-    interface alone (UCX_NET_DEVICES in the environment wins); with endpoints beyond, it listens on every interface;
-    with a CURVE key it is left out unless `plain_links_allowed`.
+    ucx is fastest and knows neither encryption nor keys. While all endpoints are on this machine it uses shared memory
+    and the loopback interface alone (UCX_NET_DEVICES in the environment wins); with endpoints beyond, it listens on
+    every interface; with a CURVE key it is left out unless `plain_links_allowed`.
     """
 
     # best first; one not installed is skipped with a warning
-    links: tuple[Literal["ucx", "nixl", "zmq"], ...] = ("ucx", "zmq")
-    plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx, nixl)
+    links: tuple[Literal["ucx", "zmq"], ...] = ("ucx", "zmq")
+    plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx)
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
     ucx: UcxConfig = UcxConfig()
 

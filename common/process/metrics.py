@@ -287,7 +287,7 @@ class EngineMetrics:
 
 
 class TransferMetrics:
-    """KV between workers. `link` is ucx, nixl or zmq, `direction` is sent or received."""
+    """KV between workers. `link` is ucx or zmq, `direction` is sent or received."""
 
     def __init__(self, make: MetricFactory) -> None:
         self.seconds = make.histogram(

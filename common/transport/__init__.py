@@ -1,1 +1,1 @@
-"""Sockets and KV links: messages over ZeroMQ, blocks over UCX, NIXL or ZeroMQ. No policies, no engine."""
+"""Sockets and KV links: messages over ZeroMQ, blocks over UCX or ZeroMQ. No policies, no engine."""

@@ -1,8 +1,8 @@
 """The KV link: moves block bytes between two workers' memories, outside the control messages.
 
-Implementations: `ucx_link.UcxLink` (NVLink, RDMA, shared memory or TCP, chosen by UCX), `nixl_link.NixlLink`, and
-`zmq_link.ZmqLink` where neither is installed or both failed. The receiver always grants first, so `receive` names
-buffers that exist. Buffers are contiguous and support the buffer protocol or `__cuda_array_interface__`.
+Implementations: `ucx_link.UcxLink` (NVLink, RDMA, shared memory or TCP, chosen by UCX), and `zmq_link.ZmqLink` where
+UCX is not installed or failed. The receiver always grants first, so `receive` names buffers that exist. Buffers are
+contiguous and support the buffer protocol or `__cuda_array_interface__`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from typing import Protocol
 
 class KvLink(Protocol):
     name: str
-    """"ucx", "nixl" or "zmq": the key of `KvGrant.links`."""
+    """"ucx" or "zmq": the key of `KvGrant.links`."""
 
     def address(self) -> bytes:
         """Return the address at which senders reach this process; travels in `KvGrant`."""
-
-    def register(self, memory: object) -> None:
-        """Prepare memory for transfers until the link is closed. Buffers outside it can be transferred too."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         """Send one buffer to the process with that address, matched by the 64-bit tag. Returns when the buffer may be

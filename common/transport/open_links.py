@@ -18,7 +18,7 @@ from cohort.common.transport.ucx_devices import UcxChoice
 
 log = structlog.get_logger(__name__)
 
-PLAIN = frozenset({"ucx", "nixl"})
+PLAIN = frozenset({"ucx"})
 """Links that neither encrypt their data nor ask for its sender."""
 
 
@@ -49,16 +49,12 @@ def open_links(
                     opened = UcxLink(ucx, loopback_only=one_machine)
                     links.append(opened)
                     log.info("UCX opened", may_use=opened.may_use)
-                case "nixl":
-                    from cohort.common.transport.nixl_link import NixlLink
-
-                    links.append(NixlLink(ucx, loopback_only=one_machine))
                 case "zmq":
                     from cohort.common.transport.zmq_link import ZmqLink
 
                     links.append(ZmqLink(zmq_bind, curve, advertise=zmq_advertise))
                 case _:
-                    raise ConfigError(f"transfer.links: no link named {name!r}; there are: ucx, nixl, zmq")
+                    raise ConfigError(f"transfer.links: no link named {name!r}; there are: ucx, zmq")
         except TransferError as error:
             log.warning("KV link not available, using the next", link=name, reason=str(error))
     if not links and curve is not None and not plain_allowed and PLAIN.issuperset(names):

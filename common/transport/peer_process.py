@@ -1,6 +1,6 @@
 """The process that an address belongs to, and the news of its death.
 
-Every address of a UCX or NIXL link carries its owner's `ProcessIdentity`. If that process lives on this host and in
+Every address of a UCX link carries its owner's `ProcessIdentity`. If that process lives on this host and in
 this PID namespace, the kernel reports its death at once (a pidfd becomes readable), long before any deadline. Decides
 nothing. Processes elsewhere are not watched: for those there are deadlines and the control plane.
 """

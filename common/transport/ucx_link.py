@@ -140,9 +140,6 @@ class UcxLink:
         """Return the address. It changes when the UCX worker is replaced: ask again for every grant."""
         return self._address
 
-    def register(self, memory: object) -> None:
-        """Ignore it: UCX registers what it moves, and caches that."""
-
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         region = region_of(buffer, writable=False)
         target = self._peer(peer)

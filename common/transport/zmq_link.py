@@ -127,9 +127,6 @@ class ZmqLink:
     def address(self) -> bytes:
         return self._address
 
-    def register(self, memory: object) -> None:
-        """Ignore it: sockets need no registered memory."""
-
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         staging = await HostStaging.of(buffer, writable=False)
         target = self._peer(peer)

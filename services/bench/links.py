@@ -45,7 +45,7 @@ SIZES_MB = (1, 4, 16, 64)
 ROUNDS = 5
 TOTAL_MB = 512
 PERFTEST = "ucx_perftest"
-LINKS = ("ucx", "ucx-tcp", "nixl", "nixl-tcp", "zmq", "zmq-curve")
+LINKS = ("ucx", "ucx-tcp", "zmq", "zmq-curve")
 """Links: as UCX chooses, or over TCP alone; ZeroMQ in clear, or with a key."""
 PIPELINED = 16  # messages under way at once, as the transfer agent has runs
 TIMEOUT_S = 60.0
@@ -215,10 +215,8 @@ class LinkPair:
         """Return bytes a second of `count` messages, a few under way at once."""
         assert self._child.stdin is not None
         buffers = self._buffers.get(size_mb)
-        if buffers is None:  # registered like a KV cache
+        if buffers is None:
             buffers = self._buffers[size_mb] = [self._memory.make(size_mb * MB, 0) for _ in range(PIPELINED)]
-            for buffer in buffers:
-                self._link.register(buffer)
         for buffer in buffers:
             self._memory.fill(buffer, 2)  # its pages exist before the clock starts
         first, self._tag = self._tag, self._tag + count + 1
@@ -255,7 +253,6 @@ async def run_sender(name: str, receiver: bytes, ends: Ends) -> None:
         buffer = buffers.get(size_mb)
         if buffer is None:
             buffer = buffers[size_mb] = ends.memory.make(size_mb * MB, 1)
-            link.register(buffer)
         await _pipelined([link.send(receiver, first + 1 + i, buffer, timeout_s=TIMEOUT_S) for i in range(count)])
     await link.close()
 
@@ -334,10 +331,6 @@ def open_link(name: str, ends: Ends) -> KvLink:
             from cohort.common.transport.ucx_link import UcxLink
 
             return UcxLink(choice)
-        case "nixl":
-            from cohort.common.transport.nixl_link import NixlLink
-
-            return NixlLink(choice)
         case _:
             from cohort.common.transport.zmq_link import ZmqLink
 
@@ -350,8 +343,6 @@ _QUICK_TOTAL_MB = 16
 NAMES = {
     "ucx": "UCX link",
     "ucx-tcp": "UCX, TCP",
-    "nixl": "NIXL link",
-    "nixl-tcp": "NIXL, TCP",
     "zmq": "ZeroMQ link",
     "zmq-curve": "ZeroMQ, CURVE",
     PERFTEST: PERFTEST,

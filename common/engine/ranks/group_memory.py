@@ -164,9 +164,6 @@ class GroupLink:
             self._of_ranks, self._joint = of_ranks, joint_address(of_ranks)
         return self._joint
 
-    def register(self, memory: object) -> None:
-        """Ignore it: every rank has registered its own memory (`RankTransfers`)."""
-
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         addresses = addresses_of(peer)
         if not isinstance(buffer, Message):

@@ -75,9 +75,6 @@ def opened(order: OpenLinks) -> list[KvLink]:
 class RankTransfers:
     def __init__(self, memory: RankMemory, links: dict[str, KvLink]) -> None:
         self.memory, self.links = memory, links
-        for link in links.values():
-            for region in memory.cache.regions:
-                link.register(region)
         self.link_bytes = 0
 
     def work(self, order: Work) -> tuple[tuple[int, ...], ...]:

@@ -91,10 +91,6 @@ class CacheMemory:
         slots = 2 * SLOTS if staged else 0
         self._slots = torch.empty((slots, SLOT_BYTES), dtype=torch.uint8, device=kv.device)
 
-    @property
-    def regions(self) -> list[Tensor]:
-        return [self._kv.with_spare, self._kv.host_blocks, self._slots]
-
     def buffer(self, message: Message) -> object:
         view = self._view(message)
         return view if view.is_cuda else view.numpy()

@@ -44,10 +44,6 @@ class Peer:
             from cohort.common.transport.ucx_link import UcxLink
 
             self.link = UcxLink(UcxChoice(os.environ.get("LINK_TLS", ""), os.environ.get("LINK_DEVICES", "")))
-        elif kind == "nixl":
-            from cohort.common.transport.nixl_link import NixlLink
-
-            self.link = NixlLink()
         else:
             from cohort.common.transport.zmq_link import ZmqLink
 
@@ -92,9 +88,6 @@ class Peer:
                     "rebuilt": getattr(self.link, "rebuilt", 0),
                     "stranded": getattr(self.link, "stranded", 0),
                     "receiving": receives(self.link),
-                    "reads": sum(1 for each in getattr(self.link, "_receiving", {}).values() if each.read)
-                    if self.link.name == "nixl"
-                    else 0,
                 }
             case "cpu":
                 start_s = time.process_time()

@@ -23,8 +23,8 @@ IfLate = Literal["", "refuse", "best_effort", "serve"]
 """Client's preference where its TTFT SLO cannot be kept: an error at once, the answer as best-effort, or the answer
 late. "" = the operator decides (`cohort.refuse_late`)."""
 
-DraftSource = Literal["lookup", "recent", "model", "head"]
-"""Source of a draft token: the sequence itself, recent responses, a draft model, a head on the model's own states
+DraftSource = Literal["lookup", "model", "head"]
+"""Source of a draft token: the sequence itself, a draft model, a head on the model's own states
 (`docs/guide/speculation.md`)."""
 
 

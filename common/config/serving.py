@@ -171,10 +171,9 @@ class SpeculationConfig(Section, frozen=True):
     """Several tokens of a decode row in one iteration: expected tokens are computed along and kept where they are what
     the model gives, so that answers stay the same (docs/guide/speculation.md)."""
 
-    # lookup = what followed the last tokens where they stood before, in prompt or answer; recent = that, and what
-    # followed them in recent answers to the same API key and adapter; model = lookup, and what a smaller model expects;
-    # auto = lookup on a processor, off on a GPU, where it has not been measured yet
-    mode: Literal["auto", "off", "lookup", "recent", "model"] = "auto"
+    # lookup = what followed the last tokens where they stood before, in prompt or answer; model = that, and what a
+    # smaller model expects; auto = lookup on a processor, off on a GPU, where it has not been measured yet
+    mode: Literal["auto", "off", "lookup", "model"] = "auto"
     # expected tokens of one row in an iteration; how many it has is decided by what they bring, none under load
     max_drafts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
     # model: folder of the smaller model, with the same vocabulary, or of an EAGLE head; "" = the module that

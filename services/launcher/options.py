@@ -80,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
         "--speculation",
-        choices=("auto", "off", "lookup", "recent", "model"),
-        help="expected tokens are computed along and kept where they are right: from prompt and answer (lookup), and "
-        "from recent answers too (recent), or by speculation.draft_model (model) "
+        choices=("auto", "off", "lookup", "model"),
+        help="expected tokens are computed along and kept where they are right: from prompt and answer (lookup), or "
+        "by speculation.draft_model too (model) "
         "(default: auto, which is lookup on a processor and off on a GPU)",
     )
     how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")

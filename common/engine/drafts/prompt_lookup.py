@@ -1,6 +1,6 @@
 """Prompt lookup: what followed the last tokens where they stood before, in the prompt or in the response itself.
 
-Called by the engine through `Drafter`. Finds text that is copied (summaries, edited code, quotations, tables), and
+Called by `drafting`. Finds text that is copied (summaries, edited code, quotations, tables), and
 loops. Short n-grams alone are indexed, once, when a token behind them is known; longer matches are found by comparing
 tokens where these stood. So a call looks at what is new and at a few places, never at the whole sequence again, and
 where nothing stood before it costs one entry and one question. Algorithm: prompt lookup decoding (Saxena 2023), with an
@@ -25,7 +25,7 @@ PLACES = 32
 class PromptLookup:
     """The lookup of one sequence. Holds about 130 bytes for each of its tokens."""
 
-    __slots__ = ("_before", "_ends", "_longest", "_shortest", "matched")
+    __slots__ = ("_before", "_ends", "_longest", "_shortest")
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
         """Match n-grams from `longest` down to `shortest` tokens, the longest first."""
@@ -38,7 +38,6 @@ class PromptLookup:
         """n-gram of `shortest` tokens → where its most recent occurrence ends, with a token behind it."""
         self._before = [0] * shortest
         """The end of the occurrence before, by where an occurrence ends; 0 = there is none."""
-        self.matched = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """Return what followed the longest match of the end of `tokens`, of equally long ones the most recent; among
@@ -65,7 +64,6 @@ class PromptLookup:
             place = before[place]
             if matched == longest or not place:
                 break
-        self.matched = matched
         found = list(tokens[end : end + max(limit, 0)])
         period = length - end
         while len(found) < limit:

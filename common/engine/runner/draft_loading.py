@@ -101,7 +101,7 @@ def plan_draft(
     folder = model_dir if module else Path(speculation.draft_model).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"speculation.draft_model: no folder {folder}")
-    refused = f"speculation.mode: model is not served {{}}; lookup and recent are ({folder.name})"
+    refused = f"speculation.mode: model is not served {{}}; lookup is ({folder.name})"
     if device.type != "cpu" and rounding_of(speculation.draft_quantization) is not None:
         raise ConfigError(
             f"speculation.draft_quantization: {speculation.draft_quantization} is rounded on a processor alone, not on "

@@ -1,8 +1,8 @@
 """Tokens that the engine expects behind sequences: proposed for their rows, judged when their tokens are there.
 
 Owned by the worker loop, on the event loop's thread. The machine decides how many drafts a row may carry
-(`Row.drafts`), the drafters which (`drafts/`). A proposal is made once for what is known of a sequence, and stored
-until more is.
+(`Row.drafts`), lookup or a draft model which (`drafts/`). A proposal is made once for what is known of a sequence, and
+stored until more is.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow
-from cohort.common.engine.drafts.recent_answers import AnswerLookup, AnswerMemory
+from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.step.batch import SamplingRow, StepOutput
 from cohort.common.machines.events import Drafted
@@ -21,32 +20,17 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, DraftSource
 
-_LEARNED_AT_ONCE = 256
-"""Tokens of responses that are taken in after one step: half a millisecond."""
 _INITIAL_CONFIDENCE, _CONFIDENCE_STEP, _CONFIDENT = 0.5, 0.15, 0.5
 """Confidence in lookups: initial value, weight of the latest token, and threshold that keeps the model uncalled."""
 
 
-class Drafter(Protocol):
-    """Source of proposals for one sequence, whose tokens only grow from call to call. Every proposal is verified: a
-    wrong one costs a computed position and never changes a response. `matched`: the number of last tokens that the
-    latest proposal is made for; of several drafters the one with more of them wins."""
-
-    matched: int
-
-    def propose(self, tokens: Seq[int], limit: int) -> list[int]:
-        """Return at most `limit` tokens that are likely to follow `tokens` (prompt and response so far); perhaps none.
-        `tokens` begins with the tokens of every earlier call. Costs O(new tokens + limit), not O(tokens)."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Expectation:
-    """Drafters of one sequence, and their proposal when `known` tokens were known."""
+    """Lookup of one sequence, and the proposal when `known` tokens were known."""
 
-    drafters: list[tuple[DraftSource, Drafter]]
     chain: TokenChain
     """Chain for a draft model, as long as at its last call."""
+    lookup: PromptLookup = field(default_factory=PromptLookup)
     known: int = 0
     tokens: list[int] = field(default_factory=list)
     source: DraftSource = "lookup"
@@ -56,12 +40,7 @@ class _Expectation:
     """Moving average of how often that was right."""
 
     def propose(self, tokens: list[int], most: int) -> None:
-        """Propose by the drafter with the longest match at the end of `tokens`; of equal ones the first."""
-        self.known, self.tokens, longest = len(tokens), [], 0
-        for source, drafter in self.drafters:
-            found = drafter.propose(tokens, most)
-            if found and drafter.matched > longest:
-                self.source, self.tokens, longest = source, found, drafter.matched
+        self.known, self.source, self.tokens = len(tokens), "lookup", self.lookup.propose(tokens, most)
         self.lookup_token = self.tokens[:1]
 
     def observe(self, token: int) -> None:
@@ -71,17 +50,10 @@ class _Expectation:
 
 @dataclass(slots=True, eq=False)
 class Drafting:
-    _make: Callable[[], Drafter]
     _most: int
-    _answers: AnswerMemory | None = None
     model: BatchDrafter | None = None
     """Draft model, called if lookups find nothing or are wrong too often."""
     _expected: dict[Sequence, _Expectation] = field(default_factory=dict)
-
-    @property
-    def learns(self) -> bool:
-        """Whether ended responses are to be reported here."""
-        return self._answers is not None
 
     def drafts_of(self, rows: Seq[Row]) -> list[list[int]] | None:
         """Return the draft tokens for each row, whose token is the last known one; None if there are none at all."""
@@ -180,34 +152,14 @@ class Drafting:
     def _propose(self, sequence: Sequence) -> list[int]:
         expected = self._expected.get(sequence)
         if expected is None:
-            drafters: list[tuple[DraftSource, Drafter]] = [("lookup", self._make())]
-            if self._answers is not None:
-                drafters.append(("recent", AnswerLookup(self._answers, answers_key(sequence))))
-            expected = self._expected[sequence] = _Expectation(drafters, TokenChain(sequence.request.cache_salt))
+            expected = self._expected[sequence] = _Expectation(TokenChain(sequence.request.cache_salt))
         if expected.known != len(sequence.tokens):
             # One more than are computed: of a step in flight the first is what it samples.
             expected.propose(sequence.tokens, self._most + 1)
         return expected.tokens
-
-    def on_ended(self, sequences: Iterable[Sequence]) -> None:
-        """Remember whole responses for other sequences."""
-        if self._answers is not None:
-            for each in sequences:
-                self._answers.learn(answers_key(each), each.tokens[each.request.prompt_tokens :])
-
-    def index_some(self) -> None:
-        """Index some tokens of the ended responses. Called often: a whole response would hold up the next step."""
-        if self._answers is not None:
-            self._answers.take_in(_LEARNED_AT_ONCE)
 
     def forget(self, holds: Callable[[Sequence], bool]) -> None:
         """Forget sequences that the worker no longer holds: an index takes some hundred bytes a token."""
         if ended := [each for each in self._expected if not holds(each)]:
             for each in ended:
                 del self._expected[each]
-
-
-def answers_key(sequence: Sequence) -> str:
-    """Return the key whose responses a sequence may be drafted from, with their model: a response's speed must not
-    reveal what another API key's responses say. Unlike cached prefixes they are never shared between keys."""
-    return f"{sequence.request.owner}\0{sequence.request.adapter}"

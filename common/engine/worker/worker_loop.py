@@ -22,8 +22,6 @@ from functools import partial
 from typing import assert_never
 
 from cohort.common.addresses import MONITOR
-from cohort.common.engine.drafts.prompt_lookup import PromptLookup
-from cohort.common.engine.drafts.recent_answers import AnswerMemory
 from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
 from cohort.common.engine.ranks.rank_memory import RankMemory
 from cohort.common.engine.ranks.rank_transfers import RankTransfers
@@ -372,7 +370,6 @@ class WorkerLoop:
         if self._drafting is not None and step.plan.watched and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             judged = self._drafting.acceptance(step.sampling, proposed, output)
-        ended_before = self._ended_count
         effects = self._feed_deferring(
             StepEnded(
                 sampled_of(step.sampling, output),
@@ -386,18 +383,14 @@ class WorkerLoop:
         )
         if self._drafting is not None and self._ended_count != self._cleaned_up_count:
             # Drafts of requests cancelled before this step's end go only now: `acceptance` has needed them.
-            holds, self._cleaned_up_count = self._machine.state.holds, self._ended_count
-            if self._drafting.learns and self._ended_count != ended_before:  # some ended with this step
-                self._drafting.on_ended([each for each in step.sampling if not holds(each)])
-            self._drafting.forget(holds)
+            self._cleaned_up_count = self._ended_count
+            self._drafting.forget(self._machine.state.holds)
         if alone and self._device.leaves_cpu_free and self._next_plan is not None:
             self._deferred_effects = effects  # the next step is launched first
         else:
             self._perform(effects)
         self._metrics.step(step.plan, latency_s)
         self._live_view.note_preemptions(step.plan)
-        if self._drafting is not None:
-            self._drafting.index_some()
 
     @property
     def _ended_count(self) -> int:
@@ -410,8 +403,6 @@ class WorkerLoop:
         while True:
             await self._activity.pause(_TICK_S, _IDLE_TICK_S)
             self._feed(Tick())
-            if self._drafting is not None:
-                self._drafting.index_some()
 
     async def _report(self) -> None:
         """Register with the manager until it knows this worker; report at `REPORT_INTERVAL_S` from then on, seldom
@@ -459,8 +450,7 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     speculation = context.config.speculation
     if not speculation.drafts:
         return None
-    recent_responses = AnswerMemory() if speculation.mode == "recent" else None
-    return Drafting(PromptLookup, speculation.max_drafts, recent_responses, runner.drafter)
+    return Drafting(speculation.max_drafts, runner.drafter)
 
 
 def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:

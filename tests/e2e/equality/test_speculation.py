@@ -92,7 +92,6 @@ def _repeating(folder: Path) -> Path:
             pytest.param(preset, mode, marks=another_of_its_kind())
             for preset, mode in (
                 ("disaggregated", "lookup"),
-                ("unified", "recent"),
                 ("unified", "model"),
                 ("disaggregated", "model"),
                 ("bros", "model"),
@@ -129,7 +128,7 @@ def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path, 
         pipeline.assert_nothing_left()
 
 
-KINDS = {"lookup": "lookup", "recent": "recent", "model": "model", "head": "head", "module": "head"}
+KINDS = {"lookup": "lookup", "model": "model", "head": "head", "module": "head"}
 """What drafts, and what the metrics call it. A module for the next token is a head that the checkpoint brings."""
 CACHES = {"module": 3 << 18, "model": 7 << 20}
 """Bytes in which thirty of the requests do not find room at once."""
@@ -151,7 +150,7 @@ def _small(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     for each in (model, draft) if kind == "model" else (model,):
         byte_level(400).save(str(each / "tokenizer.json"))
     return model, {
-        "mode": kind if kind in ("lookup", "recent") else "model",
+        "mode": kind if kind == "lookup" else "model",
         "draft_model": str(draft) if kind in ("model", "head") else "",
     }
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.engine.drafts.prompt_lookup import PLACES, PromptLookup
-from cohort.common.engine.runner.drafting import Drafter
 
 
 def _scanned(tokens: Sequence[int], limit: int, longest: int, shortest: int) -> list[int]:
@@ -31,7 +30,7 @@ def _scanned(tokens: Sequence[int], limit: int, longest: int, shortest: int) -> 
 
 
 def test_copies_what_followed() -> None:
-    drafter: Drafter = PromptLookup()
+    drafter = PromptLookup()
     prompt = [10, 11, 12, 13, 14, 15, 16, 1, 2, 3]
     assert drafter.propose([*prompt, 11, 12], 3) == [13, 14, 15]
     assert drafter.propose([*prompt, 11, 12, 13], 10) == [14, 15, 16, 1, 2, 3, 11, 12, 13, 14]

@@ -201,30 +201,6 @@ async def test_a_prompt_that_repeats_is_drafted_from_itself(
     assert steps[0] - steps[1] == accepted[1] > 0
 
 
-async def test_answers_of_a_key_and_adapter_are_drafted_for_it_alone(
-    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same sampled answer asked for again: it stands in no prompt, and in this key's answers alone."""
-    monkeypatch.setattr(Speculation, "_best", _three_each)
-    asked = [
-        request(name, PROMPTS[1], owner=owner, max_tokens=60, temperature=1.0, seed=6)
-        for name, owner in (("first", "a"), ("other", "b"), ("again", "a"))
-    ]
-    options: dict[str, Any] = {**OFTEN_AHEAD, "device_steps": False}
-    with monkeypatch.context() as patch:
-        async with worker(model_folder("llama"), tmp_path, patch, **options) as running:
-            plain = await _asked(running, asked, together=False)
-    async with worker(model_folder("llama"), tmp_path, monkeypatch, speculation="recent", **options) as running:
-        found: Answers = {}
-        right: list[int] = []
-        for each in asked:
-            running.bus.said.clear()
-            found |= await _asked(running, [each], together=False)
-            right.append(running.machine.counters.right_of.get("recent", 0))
-    _same(found, plain)
-    assert right[0] == right[1] == 0 and right[2] > 30
-
-
 @pytest.mark.parametrize(
     "drafts_by",
     [

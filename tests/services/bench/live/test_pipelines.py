@@ -113,9 +113,9 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
 @pytest.mark.parametrize("given", [{}, {"state": {"folder": "mine"}}], ids=["its own", "as asked"])
 def test_its_state_is_its_own(given: dict[str, Any], calls: list[tuple[str, ...]]) -> None:
     """It neither knows what the user's has learned nor teaches it made-up prompts."""
-    with live.pipeline("bros", {"predictor": {"refine_after_prefill": True}, **given}, PORT):
+    with live.pipeline("bros", {"predictor": {"learns": False}, **given}, PORT):
         overlay = yaml.safe_load(calls[0][5])
-    assert overlay["predictor"] == {"refine_after_prefill": True}
+    assert overlay["predictor"] == {"learns": False}
     state = Path(overlay["state"]["folder"])
     assert state == Path("mine") if given else not state.exists() and not state.parent.exists()
 

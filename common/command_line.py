@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 _UNKNOWN = "unrecognized arguments: "
@@ -22,6 +22,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
+    equivalents: Mapping[str, str] = {}
+    """What to write here for an option of another program; "" names a word that belongs to no option."""
+
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **{"formatter_class": _Help} | options)
 
@@ -36,7 +39,8 @@ class Parser(argparse.ArgumentParser):
         """End with status 2, the usage, and what may have been meant."""
         if message.startswith(_UNKNOWN):
             wrong = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
-            message += did_you_mean(wrong, self._option_string_actions)
+            here = self.equivalents.get(wrong if wrong.startswith("-") else "")
+            message += f"; in Cohort: {here}" if here else did_you_mean(wrong, self._option_string_actions)
         super().error(message)
 
 

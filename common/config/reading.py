@@ -142,6 +142,13 @@ def meant(key: str, known: Collection[str]) -> str:
     return did_you_mean(key, known) or f"; known: {', '.join(known)}"
 
 
+def _elsewhere(key: str) -> str:
+    """Return the end of a sentence that names the section whose option `key` is; "" if none or several have it."""
+    sections = typing.get_type_hints(Config).items()
+    found = [name for name, kind in sections if key in getattr(kind, "__struct_fields__", ())]
+    return f"; did you mean {found[0]}.{key}?" if len(found) == 1 else ""
+
+
 def readable(message: str) -> str:
     """Move the key to the front, which msgspec writes last: "… - at `$.kv.block_size`"."""
     text, at, where = message.partition(" - at `$")
@@ -155,7 +162,7 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
     for key, value in data.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
-            raise ConfigError(f"{origin}: unknown option {name!r}{meant(str(key), hints)}")
+            raise ConfigError(f"{origin}: unknown option {name!r}{_elsewhere(str(key)) or meant(str(key), hints)}")
         target = hints[key]
         if isinstance(target, type) and issubclass(target, msgspec.Struct):
             _check_keys(value, target, origin, name)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cohort.common.command_line import Parser
+
 DESCRIPTION = "Serve a language model: start all processes of a pipeline on this machine and watch over them."
 EPILOG = """\
 examples:
@@ -41,7 +43,45 @@ _KEYS = {
 """Options that stand for one of the configuration. `cohort doctor` has some of them."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+VLLM = {
+    "": "--model MODEL",
+    "--api-key": "--set gateway.api_keys=[KEY], or `cohort keys add`",
+    "--api-server-count": "--set gateway.processes=N",
+    "--block-size": "--set kv.block_size=N",
+    "--chat-template": "chat_template.jinja in the model's folder",
+    "--data-parallel-size": "--preset unified --set 'workers=[{role: unified, count: N}]'",
+    "--dtype": "--set model.dtype=NAME",
+    "--enable-auto-tool-choice": "nothing, it is on; --set model.tool_format=NAME",
+    "--enable-chunked-prefill": "nothing, it is on; --set engine.prefill_chunk=N",
+    "--enable-lora": "--lora NAME=FOLDER",
+    "--enable-prefix-caching": "nothing, it is on; --set kv.prefix_caching=false turns it off",
+    "--enforce-eager": "--set engine.cuda_graph_memory_bytes=0",
+    "--generation-config": "--set model.sampling_defaults=model, or neutral",
+    "--gpu-memory-utilization": "--set kv.memory_fraction=X",
+    "--kv-transfer-config": "--preset disaggregated, and section `transfer`",
+    "--load-format": "--set model.weights=files, or random",
+    "--lora-modules": "--lora NAME=FOLDER",
+    "--max-loras": "--set engine.max_loras=N",
+    "--max-model-len": "--set model.max_model_len=N",
+    "--max-num-batched-tokens": "--set engine.max_step_tokens=N",
+    "--max-num-seqs": "--set engine.max_rows=N",
+    "--no-enable-prefix-caching": "--set kv.prefix_caching=false",
+    "--reasoning-parser": "nothing, the chat template says; --set model.tool_format=NAME",
+    "--served-model-name": "--served-name NAME",
+    "--speculative-config": "--speculation MODE, and section `speculation`",
+    "--ssl-certfile": "--tls-cert FILE",
+    "--ssl-keyfile": "--tls-key FILE",
+    "--swap-space": "--set kv.host_memory_bytes=N",
+    "--tensor-parallel-size": "--preset unified --set 'workers=[{role: unified, tensor_parallel: N}]'",
+    "--tool-call-parser": "nothing, the chat template says; --set model.tool_format=NAME",
+    "--trust-remote-code": "nothing: code of a model's folder is never run",
+    "--uvicorn-log-level": "--set logging.level=NAME",
+}
+"""What does here what an option of `vllm serve` does there; "": its positional model. docs/guide/vllm.md has it too."""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.equivalents = VLLM
     what = parser.add_argument_group("what to serve")
     what.add_argument(
         "--model",

@@ -31,6 +31,7 @@ def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("kv: {blok_size: 16}", r"my\.yaml: unknown option 'kv\.blok_size'; did you mean block_size\?"),
+        ("engine: {max_model_len: 1}", r"unknown option 'engine\.max_model_len'; did you mean model\.max_model_len\?"),
         ("kv: {block_size: 17}", r"my\.yaml: kv\.block_size: Invalid enum value 17"),
         ("gateway: {port: '80'}", r"my\.yaml: gateway\.port: Expected `int`, got `str`"),
         ("workers: [{role: prefil}]", r"my\.yaml: workers\[0\]\.role: Invalid enum value 'prefil'"),

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
 
-from cohort.common.config import load_config
+from cohort.common.command_line import Parser
+from cohort.common.config import Config, load_config
 from cohort.common.errors import ConfigError
-from cohort.services.launcher.options import add_arguments, keys_of, overrides_of
+from cohort.services.launcher.options import VLLM, add_arguments, keys_of, overrides_of
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "vllm.md"
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -63,6 +67,26 @@ def test_options_reach_the_configuration():
 def test_a_wrong_assignment_is_named(assignment):
     with pytest.raises(ConfigError, match="--set"):
         overrides_of(parse("--set", assignment), set())
+
+
+@pytest.mark.parametrize(("given", "here"), [("--max-num-seqs=4", "engine.max_rows=N"), ("org/model", "--model MODEL")])
+def test_an_option_of_vllm_is_answered_with_the_one_here(given: str, here: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse(given)
+    assert re.search(rf"{given}; in Cohort: (--set )?{here}$", capsys.readouterr().err.strip())
+
+
+def test_options_of_vllm_name_what_there_is_and_are_on_their_page():
+    named = [match for here in VLLM.values() for match in re.findall(r"--set (\w+)\.(\w+)", here)]
+    assert len(named) > 15 and [each for each in named if not hasattr(getattr(Config(), each[0]), each[1])] == []
+    rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert rows.keys() == VLLM.keys() - {""}
+    words = re.compile(r"\w+\.\w+(?==)|--(?!set\b)[a-z-]+")
+    assert {
+        flag: here
+        for flag, here in VLLM.items()
+        if not all(word in rows.get(flag, here) for word in words.findall(here))
+    } == {}
 
 
 def test_an_unknown_option_is_named_with_a_hint():

@@ -104,7 +104,7 @@ def of_machine(config: Config, *, running: bool, launcher: int = 0) -> Iterator[
     try:
         config = located(config)
     except ModelError as error:
-        unknown = problem("model", str(error), "the same to `cohort serve --download`, or --model FOLDER")
+        unknown = problem("model", str(error), "`cohort serve --download` with this --model, or --model FOLDER")
     folder = Path(config.model.path).expanduser() if config.model.path else paths.default_model_dir()
     try:
         compose.check_names(config)
@@ -130,7 +130,7 @@ def of_machine(config: Config, *, running: bool, launcher: int = 0) -> Iterator[
         _checked("shared memory", lambda: machine.shared_memory(moves_kv)),
         _checked("UCX", lambda: files.ucx(settled, moves_kv)),
         _checked("GPU", lambda: files.gpu(settled, files.probe_torch)),
-        _checked("GPU clocks", lambda: machine.gpu_clocks(machine.slowed_gpus(inventory.throttling()))),
+        _checked("GPU clocks", lambda: machine.gpu_clocks(inventory.throttling())),
         _checked("clock", lambda: machine.clock(exposure.is_one_machine(settled))),
         _checked("certificate", lambda: files.certificate(settled)),
         _checked("traces", lambda: files.traces(settled)),
@@ -148,6 +148,8 @@ def _others(launcher: int) -> float | None:
 
 def memory(config: Config, folder: Path) -> Finding:
     """Check memory for the workers, with weights as this kind of device stores them: codes, or dequantised."""
+    if config.model.path and not folder.exists():
+        return skipped("memory", "the model is not here")
     available = host_memory.available_bytes()
     if not (folder / "config.json").is_file():
         return machine.memory(config, files.weights_bytes(folder), available)

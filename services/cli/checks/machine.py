@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,10 +185,12 @@ def clock(one_machine: bool, state: Callable[[], int] | None = None) -> Finding:
     return warning(name, says, "run a time daemon: timedatectl set-ntp true")
 
 
-def gpu_clocks(reasons: Mapping[str, str]) -> Finding:
-    """Check GPU clocks. `reasons`: why a GPU is slowed down, by its name (`slowed_gpus`)."""
+def gpu_clocks(rows: Sequence[str]) -> Finding:
+    """Check GPU clocks. `rows`: as of `slowed_gpus`, one for each GPU."""
     name = "GPU clocks"
-    if not reasons:
+    if not rows:
+        return skipped(name, "no GPU says")
+    if not (reasons := slowed_gpus(rows)):
         return fine(name, "none is slowed down by heat or power")
     says = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())
     return warning(name, says, "look at nvidia-smi -q -d PERFORMANCE,TEMPERATURE; mend cooling or power")

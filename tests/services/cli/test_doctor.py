@@ -101,6 +101,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert {"model", "ports", "disk space", "threads", "GPU", "UCX", "clock", "certificate", "profiles"} <= set(found)
     assert [name for name, finding in found.items() if "the check itself failed" in finding["says"]] == []
     assert found["model"]["status"] == "problem" and "no such folder" in found["model"]["says"]
+    assert found["memory"]["status"] == "skipped", "what weights it has is not known"
     assert found["pipeline"]["status"] == "skipped"
 
 

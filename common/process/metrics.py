@@ -265,11 +265,9 @@ class EngineMetrics:
         )
         self.drafted_rows = make.counter("drafted_rows", "Decode rows computed with drafted tokens", ("class",))
         self.drafted_tokens = make.counter("drafted_tokens", "Drafted tokens that were computed", ("class",))
-        self.accepted_tokens = make.counter("accepted_tokens", "Of these, those that were right", ("class",))
-        self.drafts_of = make.counter(
-            "drafts", "Drafted tokens that were computed, by what expected them", ("drafter",)
-        )
-        self.right_drafts_of = make.counter("right_drafts", "Of these, those that were right", ("drafter",))
+        self.accepted_tokens = make.counter("accepted_tokens", "Drafted tokens that were right", ("class",))
+        self.drafts_of = make.counter("drafts", "Drafted tokens that were computed, by drafter", ("drafter",))
+        self.right_drafts_of = make.counter("right_drafts", "Drafted tokens that were right, by drafter", ("drafter",))
         self.drafting_seconds = make.histogram(
             "drafting_seconds", "A draft model's part of an iteration", (), SHORT_BUCKETS_S
         )

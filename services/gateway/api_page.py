@@ -61,7 +61,7 @@ def _group(path: str) -> str:
     version, _, rest = path[1:].partition("/")
     if version != "v1":
         return "Tokens" if version.endswith("tokenize") else "Service"
-    return rest.partition("/")[0].capitalize()
+    return "LoRA adapters" if "lora" in rest else rest.partition("/")[0].capitalize()
 
 
 def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:

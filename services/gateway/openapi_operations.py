@@ -219,7 +219,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "resumeStream",
         "get",
         STREAMS_PATH,
-        "The rest of a stream behind `Last-Event-ID`.",
+        "Resume a stream after the event that `Last-Event-ID` names.",
         media=EVENTS,
         events=(_completion, _chat_chunk, *get_args(ResponsesEvent), MessagesEvent),
         errors=(404, 409, 410, 429, 503, 504),
@@ -232,7 +232,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "createResponse",
         "post",
         RESPONSES_PATH,
-        "Answer items or a text, and go on with what was answered; a stream of events with `stream`.",
+        "Answer a text or items, and continue a kept response; a stream of events with `stream`.",
         body=ResponsesBody,
         answer=ResponseObject,
         events=get_args(ResponsesEvent),
@@ -254,12 +254,12 @@ OPERATIONS: tuple[Operation, ...] = (
             _flag("starting_after", {"type": "integer", "minimum": 0}),
         ),
     ),
-    Operation("deleteResponse", "delete", _one, "Delete it.", answer=DeletedResponse, errors=_ITEM),
+    Operation("deleteResponse", "delete", _one, "Delete a kept response.", answer=DeletedResponse, errors=_ITEM),
     Operation(
         "listInputItems",
         "get",
         f"{_one}/input_items",
-        "What it was made from.",
+        "The input items of a kept response.",
         answer=InputItems,
         errors=_ITEM,
         parameters=(_limit(100), _ORDER, _AFTER),
@@ -313,7 +313,9 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(404, *_READ),
     ),
     Operation("listModels", "get", "/v1/models", "The model that is served, and its LoRA adapters.", answer=ModelList),
-    Operation("getModel", "get", "/v1/models/{name}", "One of them by its name.", answer=ModelObject, errors=(404,)),
+    Operation(
+        "getModel", "get", "/v1/models/{name}", "One model or adapter by its name.", answer=ModelObject, errors=(404,)
+    ),
     Operation(
         "tokenize",
         "post",

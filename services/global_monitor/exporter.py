@@ -35,10 +35,10 @@ class ClusterCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now_s = self._now_s()
-        up = GaugeMetricFamily("cohort_up", "1 while the process is heard of.", labels=["instance", "role"])
+        up = GaugeMetricFamily("cohort_up", "1 while heartbeats of the process arrive.", labels=["instance", "role"])
         ready = GaugeMetricFamily("cohort_ready", "1 while the process says it is ready.", labels=["instance", "role"])
         age = GaugeMetricFamily(
-            "cohort_heartbeat_age_seconds", "Since the last heartbeat.", labels=["instance", "role"]
+            "cohort_heartbeat_age_seconds", "Seconds since the last heartbeat.", labels=["instance", "role"]
         )
         restarts = CounterMetricFamily("cohort_restarts", "Restarts after a failure.", labels=["instance", "role"])
         for process in self._cluster.processes.values():

@@ -75,7 +75,7 @@ class LengthPredictor:
         )
         self._errors = Histogram(
             "cohort_predictor_absolute_error_tokens",
-            "Predicted mean against what came.",
+            "Difference between the predicted mean and the true length.",
             registry=registry,
             buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
         )

@@ -78,7 +78,7 @@ function chart({ title, curves, format, log = false, most, slo }, ages, span) {
     move(ages[Math.max(0, Math.min(ages.length - 1, read(cursors.get(title) ?? 0) + by))]);
   });
   read(cursors.get(title) ?? null);
-  return h("div", { class: "card chart" }, h("div", { class: "head" }, h("b", {}, title), keys, when), plot);
+  return h("div", { class: "card chart" }, h("div", { class: "head" }, h("b", {}, title), keys, log ? h("span", { class: "dim" }, "log scale") : null, when), plot);
 }
 
 export function drawCharts(parent, state, chosenSpan) {

@@ -19,7 +19,7 @@ export function drawTiles(parent, state) {
   redraw(parent,
     latency("TTFT", of.ttft), latency("TPOT", of.tpot), latency("Token gap", of.itl),
     tile("Output", rate(figures.output_tokens_per_s), "tok/s", `prompts ${rate(figures.prompt_tokens_per_s)}`),
-    tile("Arrivals", rate(figures.arrivals_per_s), "req/s", `in 10 s ${rate(soon)} · done ${rate(figures.finished_per_s)}`),
+    tile("Arrivals", rate(figures.arrivals_per_s), "req/s", `forecast ${rate(soon)} · done ${rate(figures.finished_per_s)}`),
     tile("Running now", count(sum("requests_running", "gateway")), "", `${count(sum("requests_waiting", "gateway"))} waiting`),
     tile("KV in use now", percent(blocks ? sum("kv_used_blocks") / blocks : NaN), "",
       `${percent(blocks ? sum("kv_cached_blocks") / blocks : NaN)} cached`),

@@ -31,7 +31,7 @@ export function drawSlo(parent, note, state) {
     const judged = each.met + each.missed;
     return line(h("span", {}, h("span", { class: `chip ${each.traffic_class}` }, NAMES[each.traffic_class] ?? each.traffic_class), " ",
       OBJECTIVES[each.objective] ?? each.objective), met, missed,
-    `of ${count(met + missed)} · ${percent(each.met / judged)} of all ${count(judged)}`);
+    `of ${count(met + missed)} · since start ${percent(each.met / judged)} of ${count(judged)}`);
   });
   const byKey = keys.length ? [h("hr", { class: "split-line" }),
     h("div", { class: "bars", "aria-label": "By API key" }, keys.slice(0, MOST_KEYS).map(each => line(

@@ -26,7 +26,7 @@ class GatewayConfig(Section, frozen=True):
     default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves
     default_class: Literal["rt", "be"] = "rt"  # of a request that names none: rt = real-time, be = best-effort
     rt_ttft_slo_s: Seconds = 2.0  # TTFT target of a real-time request that names none
-    rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
+    rt_tpot_slo_s: Seconds = 0.2  # TPOT target of a real-time request that names none
     # a field of a body that nobody knows, as other servers' are: warn = the request is answered without it, and the
     # answer's header x-cohort-ignored-fields names it; refuse = 400
     unknown_fields: Literal["warn", "refuse"] = "warn"
@@ -69,7 +69,7 @@ class KeyLimits(Section, frozen=True):
 
     requests_per_minute: NotNegative = 0  # that generate; lines of batches count as best-effort
     tokens_per_minute: NotNegative = 0  # prompt and completion
-    tokens_per_day: NotNegative = 0  # likewise; a day of UTC
+    tokens_per_day: NotNegative = 0  # prompt and completion; a day of UTC
     concurrent_requests: NotNegative = 0  # open at once
 
 

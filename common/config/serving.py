@@ -74,7 +74,7 @@ class KvConfig(Section, frozen=True):
     # of keys and values: auto = the model's; fp8 (fp8_e4m3) = E4M3 with a scale of each token and head
     cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, on a processor 512 MiB
-    memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together (B3 keeps 10 %)
+    memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together
     host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV; a GPU's worker: by the RAM, up to 64 GiB
     prefix_caching: bool = True  # keep KV of finished prompts and reuse it where a new prompt begins alike
     # with several API keys: one key's prompts may begin with what another's computed, and so learn what that one sent

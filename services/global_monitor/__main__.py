@@ -66,7 +66,7 @@ async def build(context: ServiceContext) -> None:
         try:
             await _listen(runner, config.monitor.host, config.monitor.port)
             context.metrics_url = f"http://{config.monitor.host}:{runner.addresses[0][1]}/metrics"
-            context.log.info("page", url=context.metrics_url.removesuffix("metrics"))
+            context.log.info("live page", url=context.metrics_url.removesuffix("metrics"))
             context.ready = True
             async with asyncio.TaskGroup() as tasks:
                 running = [

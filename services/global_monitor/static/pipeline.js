@@ -1,6 +1,6 @@
 // The picture of the pipeline: processes as nodes, what flows between them as edges.
 import { redraw, s } from "./dom.js";
-import { bytes, count, duration, percent, rate } from "./format.js";
+import { bytes, count, duration, percent, plural, rate } from "./format.js";
 import { clientLabels, narrow, wide } from "./layout.js";
 
 const MOST_SQUARES = 22;
@@ -132,7 +132,7 @@ export function drawPipeline(parent, state) {
     node(box.predictor, "predictor", there.predictor, [`${count(sum(there.predictor, "observations"))} lengths learned`]),
     node(box.monitor, "monitor", there.monitor, ["all processes report"]),
     node(box.manager, "manager", there.manager, [`${count(sum(there.manager, "waiting"))} waiting`,
-      there.manager.length > 1 ? leader(there.manager) : `${count(sum(there.manager, "workers"))} workers`], squares(box.manager, classes)),
+      there.manager.length > 1 ? leader(there.manager) : plural(sum(there.manager, "workers"), "worker")], squares(box.manager, classes)),
     shown(there.prefill, box.prefill), shown(there.decode, box.decode)];
   const at = plan.labels;
   const labels = [

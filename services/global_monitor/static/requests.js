@@ -13,7 +13,7 @@ const PARTS = [["queue_s", "queue", "var(--s4)"], ["prefill_s", "prefill", "var(
 export function drawList(parent, note, state, chosen, choose) {
   note.textContent = state.requests.length ? `${plural(state.open_requests, "open request")}` : "";
   if (!state.requests.length) {
-    redraw(parent, h("p", { class: "empty" }, "No request yet. The button Chat sends one, and so does ",
+    redraw(parent, h("p", { class: "empty" }, "No request since the gateway's start. The button Chat sends one, and so does ",
       h("code", {}, "cohort bench"), " or any client of the API."));
     return;
   }

@@ -22,7 +22,7 @@ export function drawSlo(parent, note, state) {
   note.textContent = all.length ? "of the last minute" : "";
   if (!all.length) {
     redraw(parent, h("p", { class: "empty" },
-      "No finished request had an SLO yet. Real-time requests get the default one; a request names its own in ",
+      "No request with an SLO has finished since the gateway's start. Real-time requests get the default one; a request names its own in ",
       h("code", {}, "cohort.ttft_slo_ms"), " and ", h("code", {}, "cohort.tpot_slo_ms"), "."));
     return;
   }

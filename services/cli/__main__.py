@@ -60,7 +60,7 @@ first steps:
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 
 `cohort COMMAND --help` explains a command and its options.
-Exit codes: 0 fine, 1 failed, 2 a wrong option or configuration, 130 interrupted."""
+Exit codes: 0 fine, 1 failed, 2 a wrong option or configuration, 3 no pipeline is running, 130 interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

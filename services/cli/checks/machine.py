@@ -189,7 +189,7 @@ def gpu_clocks(rows: Sequence[str]) -> Finding:
     """Check GPU clocks. `rows`: as of `slowed_gpus`, one for each GPU."""
     name = "GPU clocks"
     if not rows:
-        return skipped(name, "no GPU says")
+        return skipped(name, "no GPU here")
     if not (reasons := slowed_gpus(rows)):
         return fine(name, "none is slowed down by heat or power")
     says = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())

@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
 
     server = parser.add_argument_group("server")
-    server.add_argument("--url", default="http://127.0.0.1:8000", help="base URL (default %(default)s)")
+    server.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="base URL (default %(default)s); SSL_CERT_FILE names the certificate of an authority of your own",
+    )
     server.add_argument(
         "--port", type=_local, dest="url", metavar="PORT", help="of a server on this machine, instead of --url"
     )

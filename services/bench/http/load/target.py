@@ -128,7 +128,8 @@ async def discover(
     except TimeoutError as error:
         raise TargetError(f"{base}/v1/models did not answer within {timeout_s:g} s") from error
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
-        raise TargetError(f"{base} cannot be reached: {error}") from error
+        hint = "; does it serve https?" if isinstance(error, aiohttp.ServerDisconnectedError) else ""
+        raise TargetError(f"{base} cannot be reached: {error}{hint}") from error
     try:
         listed = [entry for entry in msgspec.json.decode(body)["data"] if isinstance(entry, dict)]
     except (msgspec.MsgspecError, KeyError, TypeError) as error:

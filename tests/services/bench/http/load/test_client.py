@@ -189,6 +189,10 @@ async def test_discover(session: aiohttp.ClientSession, server: FakeServer) -> N
         await discover(session, "s", server.url, None, 5)
     with pytest.raises(TargetError, match="cannot be reached"):
         await discover(session, "s", "http://127.0.0.1:9", None, 5)
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as hanging_up:
+        port = hanging_up.sockets[0].getsockname()[1]
+        with pytest.raises(TargetError, match="does it serve https"):
+            await discover(session, "s", f"http://127.0.0.1:{port}", None, 5)
 
 
 async def test_discover_where_models_are_listed_for_a_key_only(

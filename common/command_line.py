@@ -23,7 +23,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     equivalents: Mapping[str, str] = {}
-    """Spelling here of another program's options; "": of a word that belongs to no option."""
+    """Options here for those of another program; "": for a word that belongs to no option."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **{"formatter_class": _Help} | options)

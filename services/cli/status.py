@@ -225,7 +225,7 @@ def _work(process: Mapping[str, Any]) -> list[str]:
     if not work:
         return [""] * 5
     shown = [rates.get(f"{name}_total", 0.0) for name in ("prefill_tokens", "decode_tokens", "preemptions")]
-    step = f"{work['step_ms']:.1f} ms" if work["step_ms"] else "standby" if process["ready"] else "-"
+    step = f"{work['step_ms']:.1f} ms" if work["step_ms"] else "idle" if process["ready"] else "-"
     return [f"{work['rows']:.1f}", step, *(f"{rate:.1f}" for rate in shown)]
 
 

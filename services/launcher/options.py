@@ -77,7 +77,7 @@ VLLM = {
     "--trust-remote-code": "nothing: code of a model's folder is never run",
     "--uvicorn-log-level": "--set logging.level=NAME",
 }
-"""Spelling here of the options of `vllm serve`; "": of its positional model. docs/guide/vllm.md has it too."""
+"""Options here for those of `vllm serve`; "": for its positional model. docs/guide/vllm.md has it too."""
 
 
 def add_arguments(parser: Parser) -> None:

@@ -118,7 +118,8 @@ function update(card, worker, state, chosen) {
   card.worker = worker;
   const { blocks, iteration } = worker;
   const process = state.cluster.processes.find(each => each.instance === worker.instance);
-  card.standby = !iteration && !worker.sequences && process?.ready && process.work && !process.work.step_ms;
+  card.standby = !iteration && !worker.sequences && process?.ready && process.work && !process.work.step_ms
+    && state.cluster.processes.some(each => each.work?.step_ms); // of a whole pipeline without work all are idle
   card.cells = unroll(blocks, state.block_states);
   redraw(card.head, h("b", {}, worker.instance), h("span", { class: "chip" }, worker.role),
     h("span", { class: "dim note" }, iteration

@@ -94,7 +94,7 @@ def test_a_picture_is_of_the_last_minute() -> None:
     site.beat(*site.worked)
     lines = shown(site.reading())
     assert "(last 60 s)" in lines[0] and line_of(lines, "rt").split()[3:] == ["-"] * 5
-    assert "standby" in line_of(lines, "decode-0")
+    assert "idle" in line_of(lines, "decode-0")
 
 
 def test_what_is_down_or_warns_stands_out() -> None:

@@ -39,11 +39,6 @@ COMMANDS = {
         "what mixed prefix lengths cost in one step",
         "--rounds 3",
     ),
-    "neighbours": (
-        f"{_ROOT}.live.neighbours",
-        "a polite client beside the heaviest legal requests",
-        "--url http://127.0.0.1:8000",
-    ),
     "links": (f"{_ROOT}.links", "the KV links of this machine against ucx_perftest", "--quick"),
     "decisions": (f"{_ROOT}.decisions.command", "what one decision of a policy costs", "placement"),
     "operators": (

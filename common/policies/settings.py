@@ -36,12 +36,8 @@ class BaselinesSettings(policies.BaselinesConfig, frozen=True):
     static_batches: bool = False  # predicted_batches: ended rows compute on until the batch ends; simulated time only
     headroom: bool = True  # vllm, chunked_prefill: newcomers leave blocks free; false = they may take the last one
     # placements of other routers (common/policies/routers), by their documented defaults
-    cache_threshold: Fraction = 0.3  # longest_match: least share of a prompt that decides
     balance_abs: NotNegative = 64  # longest_match: requests by which loads may differ before the fewest decide
-    balance_rel: NotNegativeReal = 1.5  # longest_match: factor by which they may, too
     overlap_weight: NotNegativeReal = 1.0  # block_cost: of prompt blocks to compute beside blocks in use
-    router_temperature: NotNegativeReal = 0.0  # block_cost: of a softmax over costs; 0 = the least
-    prefix_weight: NotNegativeReal = 3.0  # weighted_scores: of the share of a prompt that is cached
     queue_weight: NotNegativeReal = 2.0  # weighted_scores: of a short queue
     kv_weight: NotNegativeReal = 2.0  # weighted_scores: of free blocks
 

@@ -14,15 +14,13 @@ from cohort.common.policies.settings import BaselinesSettings, settings_of
 
 
 def build_by_match(config: Config) -> Placement:
-    options = settings_of(config, BaselinesSettings)
-    return ByMatch(options.cache_threshold, options.balance_abs, options.balance_rel)
+    return ByMatch(settings_of(config, BaselinesSettings).balance_abs)
 
 
 def build_by_cost(config: Config) -> Placement:
-    options = settings_of(config, BaselinesSettings)
-    return ByCost(options.overlap_weight, options.router_temperature)
+    return ByCost(settings_of(config, BaselinesSettings).overlap_weight)
 
 
 def build_by_scores(config: Config) -> Placement:
     options = settings_of(config, BaselinesSettings)
-    return ByScores(options.prefix_weight, options.queue_weight, options.kv_weight)
+    return ByScores(options.queue_weight, options.kv_weight)

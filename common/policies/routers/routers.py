@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from math import exp
-from random import Random
 
 from cohort.common.policies.baselines.placements import fits, impossible
 from cohort.common.policies.cohort.prefix_record import Cached, Chain, PrefixRecord
@@ -24,6 +22,9 @@ from cohort.common.policies.interface import (
     WaitingRequest,
 )
 from cohort.common.types import InstanceId, Request, Role, Segment
+
+_CACHE_THRESHOLD, _BALANCE_FACTOR, _PREFIX_WEIGHT = 0.3, 1.5, 3.0
+"""Documented defaults of values that no comparison changes."""
 
 
 class Router(Placement):
@@ -78,41 +79,35 @@ def _used_blocks(view: InstanceView) -> int:
 
 class ByMatch(Router):
     """SGLang's `cache_aware` policy. While the workers' loads are alike: the longest match, if it is more than
-    `cache_threshold` of the prompt (`--cache-threshold`, 0.3), else the worker with fewest requests. Loads are unlike
-    where most and fewest requests differ by more than `balance_abs` (`--balance-abs-threshold`, 64) and by the factor
-    `balance_rel` (`--balance-rel-threshold`, 1.5); then the fewest requests decide whatever matches."""
+    0.3 of the prompt (`--cache-threshold`), else the worker with fewest requests. Loads are unlike where most and
+    fewest requests differ by more than `balance_abs` (`--balance-abs-threshold`, 64) and by the factor 1.5
+    (`--balance-rel-threshold`); then the fewest requests decide whatever matches."""
 
-    def __init__(self, cache_threshold: float, balance_abs: int, balance_rel: float) -> None:
+    def __init__(self, balance_abs: int) -> None:
         super().__init__()
-        self._cache_threshold, self._abs, self._rel = cache_threshold, balance_abs, balance_rel
+        self._abs = balance_abs
 
     def choose(self, views: Sequence[InstanceView], request: Request, cached: Cached) -> InstanceView:
         loads = [_requests(view) for view in views]
         most, fewest = max(loads), min(loads)
-        if not (most - fewest > self._abs and most > self._rel * fewest):
+        if not (most - fewest > self._abs and most > _BALANCE_FACTOR * fewest):
             best = max(views, key=lambda view: cached.get(view.instance, 0))
-            if cached.get(best.instance, 0) > self._cache_threshold * len(request.tokens):
+            if cached.get(best.instance, 0) > _CACHE_THRESHOLD * len(request.tokens):
                 return best
         return min(views, key=_requests)
 
 
 class ByCost(Router):
     """Dynamo's KV router: least `overlap_weight` · prompt blocks to compute, its own included, + blocks in use with its
-    own (`--kv-overlap-score-weight`, 1.0). With a `temperature` (`--router-temperature`, 0.0) a softmax over the costs,
-    of which the highest is 1, draws."""
+    own (`--kv-overlap-score-weight`, 1.0). Its temperature is 0 by default, and 0 here."""
 
-    def __init__(self, overlap_weight: float, temperature: float) -> None:
+    def __init__(self, overlap_weight: float) -> None:
         super().__init__()
-        self._weight, self._temperature = overlap_weight, temperature
-        self._random = Random(0)
+        self._weight = overlap_weight
 
     def choose(self, views: Sequence[InstanceView], request: Request, cached: Cached) -> InstanceView:
         costs = [self._cost(view, len(request.tokens), cached.get(view.instance, 0)) for view in views]
-        if not self._temperature:
-            return views[costs.index(min(costs))]
-        most, least = max(costs), min(costs)
-        chances = [exp(-(cost - least) / (most or 1.0) / self._temperature) for cost in costs]
-        return self._random.choices(views, chances)[0]
+        return views[costs.index(min(costs))]
 
     def _cost(self, view: InstanceView, tokens: int, cached: int) -> float:
         size = view.capacity.block_size
@@ -125,19 +120,19 @@ class ByScores(Router):
     share of the prompt that matches; `queue-scorer` (2): 1 for the shortest queue, 0 for the longest;
     `kv-cache-utilization-scorer` (2): the share of blocks that are free. `max-score-picker`: the highest."""
 
-    def __init__(self, prefix_weight: float, queue_weight: float, kv_weight: float) -> None:
+    def __init__(self, queue_weight: float, kv_weight: float) -> None:
         super().__init__()
-        self._weights = prefix_weight, queue_weight, kv_weight
+        self._queue_weight, self._kv_weight = queue_weight, kv_weight
 
     def choose(self, views: Sequence[InstanceView], request: Request, cached: Cached) -> InstanceView:
         queues = [view.stats.waiting + view.assigned_requests for view in views]
         longest, spread = max(queues), max(queues) - min(queues)
-        prefix, queue, kv = self._weights
 
         def score(view: InstanceView, waiting: int) -> float:
             matched = cached.get(view.instance, 0) / len(request.tokens)
             short = (longest - waiting) / spread if spread else 1.0
-            return prefix * matched + queue * short + kv * (1.0 - _used_blocks(view) / view.capacity.num_blocks)
+            free = 1.0 - _used_blocks(view) / view.capacity.num_blocks
+            return _PREFIX_WEIGHT * matched + self._queue_weight * short + self._kv_weight * free
 
         scores = [score(view, waiting) for view, waiting in zip(views, queues, strict=True)]
         return views[scores.index(max(scores))]

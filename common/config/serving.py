@@ -176,9 +176,7 @@ class SpeculationConfig(Section, frozen=True):
     mode: Literal["auto", "off", "lookup", "model"] = "auto"
     # expected tokens of one row in an iteration; how many it has is decided by what they bring, none under load
     max_drafts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
-    # model: folder of the smaller model, with the same vocabulary, or of an EAGLE head; "" = the module that
-    # DeepSeek-V3's checkpoints bring; modules on a processor only
-    draft_model: str = ""
+    draft_model: str = ""  # model: folder of the smaller model, with the same vocabulary, or of an EAGLE head
     draft_quantization: str = "auto"  # of it, as model.quantization
 
     @property

@@ -1,4 +1,4 @@
-"""Drafts that go on from the model's own last states: by a head for it, or by a module that its checkpoint brings.
+"""Drafts that go on from the model's own last states, by a head for it.
 
     position p of the head   [embedding of token p + 1 ; state of the model at p] ──▶ one layer ─▶ state of p + 1
                              ─▶ the last product ─▶ token p + 2
@@ -12,27 +12,23 @@ lay elsewhere before a swap has none here, and the head attends from the block b
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cohort.common.engine.cache.kv_tensors import KvTensors
-from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow, UnderWay, slots_of
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.forward.device_steps import DeviceSteps
-from cohort.common.engine.models.lean_deepseek import LayerArithmetic, LayerReader
-from cohort.common.engine.models.lean_llama import read_layer
+from cohort.common.engine.models.lean_llama import LeanLlama, read_layer
 from cohort.common.engine.models.model_files import Loading, split_heads
 from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.step.batch import Int64Array, StepBatch
-from cohort.common.engine.weights.linear import Embedding, Linear
+from cohort.common.engine.weights.linear import Linear
 from cohort.common.errors import ModelError
 from cohort.common.json_files import read_json_object
 from cohort.common.types import DraftSource
@@ -42,36 +38,10 @@ from cohort.kernels.ops.paged_attention import paged_attention
 _POSITION_BITS = 32
 
 
-class StatesHead(Protocol):
-    """A module that goes on from states; one layer of KV."""
-
-    last_product: Linear | None
-    """The product that makes logits of its states; None = the model's."""
-    drafted: Tensor | None
-    """The tokens that these logits are of, where the product is not over all [outputs]."""
-
-    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
-        """Return the states [T, hidden] that follow from the embeddings of the next tokens and the states there."""
-        ...
-
-
-class KeepsStates(Protocol):
-    """A model that gives the final states of all positions."""
-
-    @property
-    def outer(self) -> tuple[Embedding, Linear]:
-        """The embedding, and the product that makes logits of final states."""
-        ...
-
-    def keep_states(self, slots: int) -> Tensor:
-        """Return where every step from now on leaves its tokens' final states [slots, hidden], recorded ones too."""
-        ...
-
-
 class HeadModel:
     """A head as steps see it: a `Model` whose inputs are tokens, and the states in the slots of their positions."""
 
-    def __init__(self, head: StatesHead, target: KeepsStates, slots: int) -> None:
+    def __init__(self, head: EagleHead, target: LeanLlama, slots: int) -> None:
         """`target` keeps its states from now on, of every step; before any is recorded."""
         self._head = head
         self._embedding, last_product = target.outer
@@ -169,7 +139,9 @@ class EagleHead:
     model the product over all tokens costs more than the head."""
 
     last_product: Linear | None = None
+    """The product that makes logits of its states; None = the model's."""
     drafted: Tensor | None = None
+    """The tokens that these logits are of, where the product is not over all [outputs]."""
 
     def __init__(self, load: Loading) -> None:
         """Read fc (with or without a bias) and the layer `layers.0`, which needs no first norm. Raises `ModelError`."""
@@ -193,7 +165,8 @@ class EagleHead:
         self._cos, self._sin = rope_tables(geometry, load.device)
 
     def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
-        """See `StatesHead`."""
+        """Return the states [T, hidden] that follow from the embeddings of the next tokens and the states there; one
+        layer of KV."""
         g, layer = self._geometry, self._layer
         residual = self._fc(torch.cat([embedded, states], dim=1))
         normed = torch.empty_like(residual)
@@ -209,54 +182,3 @@ class EagleHead:
         activated = residual.new_empty((len(qkv), g.intermediate_size))
         layer.mlp.add_into(normed, activated, residual)
         return residual
-
-
-def module_geometry(geometry: ModelGeometry) -> ModelGeometry:
-    """Return the geometry of the module alone: one layer, with experts where the model's last layer has them."""
-    experts = geometry.experts
-    if experts is not None:
-        experts = dataclasses.replace(experts, layers=experts.layers[-1:])
-    return dataclasses.replace(geometry, num_layers=1, sliding_windows=(0,), experts=experts)
-
-
-class NextTokenModule:
-    """The module for one token more that DeepSeek-V3's checkpoints bring (multi-token prediction, DeepSeek-V3 §2.2).
-
-        eh_proj [ enorm(embedding of token p + 1) ; hnorm(state at p) ] ─▶ a layer like the model's ─▶ shared_head
-
-    Its tensors stand after the model's last layer, as if it were one more; embedding and last product are the model's.
-    Its own states are normed as the last product takes them, as the model's are."""
-
-    last_product: Linear | None = None
-    drafted: Tensor | None = None
-
-    def __init__(self, load: Loading) -> None:
-        """`load.geometry`: the model's. Raises `ModelError` where the module's tensors are not there."""
-        self._geometry = geometry = load.geometry
-        if geometry.latent is None:
-            raise ModelError(f"{geometry.model_type}: its configuration names no latents")
-        hidden = geometry.hidden_size
-        self._compute = LayerArithmetic(geometry, geometry.latent, load.device)
-        with load.open() as files:
-            outer = files.weights.prefix(("model.", ""), "embed_tokens.weight")
-            prefix = f"{outer}layers.{geometry.num_layers}."
-            names = ("enorm", "hnorm", "shared_head.norm")
-            files.weights.require([f"{prefix}{name}.weight" for name in (*names, "eh_proj")])
-            self._enorm, self._hnorm, self._norm = (files.vector(prefix + name, hidden) for name in names)
-            self._eh_proj = files.linear([f"{prefix}eh_proj"], [hidden], 2 * hidden)
-            reader = LayerReader(files, module_geometry(geometry), geometry.latent, load.max_step_tokens)
-            self._layer = reader.layer(prefix, 0)
-
-    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
-        """See `StatesHead`."""
-        eps = self._geometry.norm_eps
-        both = embedded.new_empty((len(embedded), 2 * embedded.shape[1]))
-        for part, norm, half in zip((embedded, states), (self._enorm, self._hnorm), both.chunk(2, dim=1), strict=True):
-            normed = torch.empty_like(part)
-            rms_norm(part, norm, eps, normed)
-            half.copy_(normed)
-        residual = self._eh_proj(both)
-        self._compute(self._layer, 0, residual, self._compute.buffers(residual), step, kv)
-        after = torch.empty_like(residual)
-        rms_norm(residual, self._norm, eps, after)
-        return after

@@ -34,7 +34,7 @@ from cohort.common.engine.models.model_files import Loading, ModelFiles
 from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.ranks.ranks import RankComm
-from cohort.common.engine.weights.linear import Embedding, Linear
+from cohort.common.engine.weights.linear import Linear
 from cohort.common.engine.weights.weights import Weights
 from cohort.common.errors import ModelError
 from cohort.kernels.cpu.panels import Arena
@@ -104,7 +104,6 @@ class LeanDeepseek:
         if geometry.latent is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
         self._layer_of = LayerArithmetic(geometry, geometry.latent, load.device, load.ranks)
-        self._states: Tensor | None = None
         with load.open() as files:
             prefix = files.weights.prefix(("model.", ""), "embed_tokens.weight")
             files.weights.require(_tensor_names(files.weights, geometry, prefix))
@@ -126,9 +125,6 @@ class LeanDeepseek:
         buffers = self._layer_of.buffers(residual)
         for index, layer in enumerate(self._layers):
             self._layer_of(layer, index, residual, buffers, step, kv)
-        if self._states is not None:
-            rms_norm(residual, self._final_norm, g.norm_eps, buffers.normed)
-            self._states.index_copy_(0, step.slot_mapping, buffers.normed)
         if step.state_index is not None:
             step.states = residual[step.state_index]
             rms_norm(step.states, self._final_norm, g.norm_eps, step.states)
@@ -138,16 +134,6 @@ class LeanDeepseek:
         logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=self._device)
         self._lm_head.into(last, logits)
         return logits if self._ranks is None else self._ranks.gather_logits(logits)
-
-    @property
-    def outer(self) -> tuple[Embedding, Linear]:
-        """The embedding, and the product that makes logits of final states."""
-        return self._embedding, self._lm_head
-
-    def keep_states(self, slots: int) -> Tensor:
-        """See `KeepsStates`."""
-        self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=self._dtype, device=self._device)
-        return self._states
 
 
 @dataclass(slots=True)

@@ -121,7 +121,8 @@ class LeanLlama:
         return self._embedding, self._lm_head
 
     def keep_states(self, slots: int) -> Tensor:
-        """See `KeepsStates`. Called before any step is recorded."""
+        """Return where every step from now on leaves its tokens' final states [slots, hidden], recorded ones too.
+        Called before any is recorded."""
         norm = self._final_norm
         self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=norm.dtype, device=norm.device)
         return self._states

@@ -26,14 +26,7 @@ from cohort.common.engine.config.model_config import (
 from cohort.common.engine.config.quantization_config import rounding_of
 from cohort.common.engine.device.device_name import TORCH_DTYPES
 from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter, DraftModel
-from cohort.common.engine.drafts.states_drafter import (
-    EagleHead,
-    HeadModel,
-    NextTokenModule,
-    StatesDrafter,
-    StatesHead,
-    module_geometry,
-)
+from cohort.common.engine.drafts.states_drafter import EagleHead, HeadModel, StatesDrafter
 from cohort.common.engine.forward.device_steps import DeviceSteps, StepLimits
 from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.models.model_files import Loading
@@ -68,8 +61,6 @@ class DraftPlan:
     vocabulary: int
     head: bool = False
     """Whether it continues from the model's own states."""
-    module: bool = False
-    """Whether it is a head in the model's own checkpoint."""
     graph_bytes: int = 0
     """Bytes on a GPU for its recorded steps."""
     device_bytes: int = 0
@@ -95,10 +86,9 @@ def plan_draft(
     speculation = config.speculation
     if speculation.mode != "model":
         return None
-    module = not speculation.draft_model
-    if module and not read_json_object(model_dir / "config.json").get("num_nextn_predict_layers"):
+    if not speculation.draft_model:
         raise ConfigError("speculation.draft_model: speculation.mode model needs the folder of a smaller model")
-    folder = model_dir if module else Path(speculation.draft_model).expanduser()
+    folder = Path(speculation.draft_model).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"speculation.draft_model: no folder {folder}")
     refused = f"speculation.mode: model is not served {{}}; lookup is ({folder.name})"
@@ -113,16 +103,6 @@ def plan_draft(
         raise ConfigError(
             refused.format(f"with {model_dir.name}, whose cache keeps the last {geometry.kv_window} tokens alone")
         )
-    if module:
-        if device.type != "cpu":
-            raise ConfigError(refused.format(f"by a module on {device}: it runs on a processor"))
-        if geometry.family != "deepseek" or rounding_of(speculation.draft_quantization) is not None:
-            raise ConfigError(
-                f"speculation.draft_model: the module that {model_dir.name} brings is served as it is, in the form "
-                f"of DeepSeek-V3 alone; this is {geometry.model_type}, rounded to {speculation.draft_quantization}"
-            )
-        draft, cache_dtype = module_geometry(geometry), kv_dtype(config.kv.cache_dtype, dtype, geometry, device.type)
-        return DraftPlan(folder, draft, dtype, cache_dtype, config.kv.block_size, geometry.vocab_size, True, True)
     draft = read_geometry(folder, speculation.draft_quantization)
     if draft.family == "generic":
         raise ConfigError(
@@ -191,18 +171,17 @@ def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDra
     with torch.inference_mode():
         load = Loading(
             plan.folder,
-            runner.geometry if plan.module else plan.geometry,
+            plan.geometry,
             device=device,
             dtype=dtype,
             max_rows=_MOST_ROWS,
-            max_step_tokens=2 * FILLED_AT_ONCE if plan.module else FILLED_AT_ONCE,
-            rounding=None if plan.module else rounding,
+            max_step_tokens=FILLED_AT_ONCE,
+            rounding=rounding,
         )
         if plan.head:
-            head: StatesHead = NextTokenModule(load) if plan.module else EagleHead(load)
             target = runner.keeps_states
             assert target is not None, "checked by its family"
-            model = HeadModel(head, target, len(kv.with_spare) * plan.block_size)
+            model = HeadModel(EagleHead(load), target, len(kv.with_spare) * plan.block_size)
         else:
             model = load_model(load)
     steps = None

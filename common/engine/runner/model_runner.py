@@ -36,7 +36,6 @@ from cohort.common.engine.device.streams import HostStream, Stream
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter
 from cohort.common.engine.forward.device_steps import DeviceSteps, Launched, StepLimits
 from cohort.common.engine.models.generic import GenericModel
-from cohort.common.engine.models.lean_deepseek import LeanDeepseek
 from cohort.common.engine.models.lean_llama import LeanLlama
 from cohort.common.engine.models.lora import LoraStore, host_put
 from cohort.common.engine.models.model_files import Loading
@@ -360,9 +359,9 @@ class ModelRunner:
         return dataclasses.replace(output, pooled=sums(inputs.states, batch.pooling))
 
     @property
-    def keeps_states(self) -> LeanLlama | LeanDeepseek | None:
+    def keeps_states(self) -> LeanLlama | None:
         """Model whose final states can be stored for a head; None if this model's cannot."""
-        return self._model if isinstance(self._model, LeanLlama | LeanDeepseek) else None
+        return self._model if isinstance(self._model, LeanLlama) else None
 
     def _sample(self, logits: Tensor, batch: StepBatch) -> StepOutput:
         if batch.drafts is None:

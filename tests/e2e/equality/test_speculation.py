@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.common.engine.drafts.test_eagle_head import head_folder
-from tests.common.engine.drafts.test_next_token_module import Checkpoint
 from tests.e2e.equality.golden import compute
 from tests.e2e.equality.test_golden import SHORT_SIGHTED, compare
 from tests.e2e.equality.test_splits import PLACES, REQUESTS, SplitPipeline, scores, told
@@ -128,9 +127,9 @@ def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path, 
         pipeline.assert_nothing_left()
 
 
-KINDS = {"lookup": "lookup", "model": "model", "head": "head", "module": "head"}
-"""What drafts, and what the metrics call it. A module for the next token is a head that the checkpoint brings."""
-CACHES = {"module": 3 << 18, "model": 7 << 20}
+KINDS = {"lookup": "lookup", "model": "model", "head": "head"}
+"""What drafts, and what the metrics call it."""
+CACHES = {"model": 7 << 20}
 """Bytes in which thirty of the requests do not find room at once."""
 LENGTHS = (1, 15, 40, 100, 130, 190, 64, 70, 33, 80)
 
@@ -139,9 +138,7 @@ def _small(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A model with random weights, and what drafts for it: a part of it is always right, heads hardly ever are."""
     model, draft = folder / "m", folder / "draft"
     torch.manual_seed(7)
-    if kind == "module":
-        Checkpoint(model, vocabulary=400)
-    elif kind == "model":
+    if kind == "model":
         save_deep_llama(model, draft)
     else:
         save(llama(), model)
@@ -188,8 +185,7 @@ def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) ->
         each.mkdir()
     with Pipeline(folders["off"], model, {**options, "speculation": {"mode": "off"}}, preset="cohort") as pipeline:
         plain = pipeline.complete_all(asked)
-    goldens = compute(model, prompts, 60) if kind != "module" else []  # transformers reads no such checkpoint
-    compare(goldens, plain[: 3 * len(goldens) : 3])
+    compare(compute(model, prompts, 60), plain[::3])
     made = Pipeline(folders["on"], model, {**options, "speculation": speculation}, preset="cohort")
     made.held.add("unified-0")
     with made as pipeline, ThreadPoolExecutor(1) as client:

@@ -135,12 +135,12 @@ class Served:
     """The tiny Llama with a head, and one sequence in blocks that alternate in direction."""
 
     def __init__(
-        self, model: Path, head: Path | None, *, reverse: bool = True, device_steps: bool = False, **options: Any
+        self, model: Path, head: Path, *, reverse: bool = True, device_steps: bool = False, **options: Any
     ) -> None:
-        """`head` None: the module that the model brings. `device_steps`: of model and head, recorded, over standing
+        """`device_steps`: of model and head, recorded, over standing
         buffers and sampled by the batch, as on a GPU. `options`: of the runner."""
         runner = make_runner(model, device_steps=device_steps, share=DeviceShare(graphs=1 << 40), **options)
-        config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(head or "")}})
+        config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(head)}})
         planned = plan_draft(config, model, runner.geometry, dtype="float32", device=runner.device, degree=1)
         assert planned is not None and planned.head
         planned = dataclasses.replace(planned, block_size=BLOCK_SIZE, graph_bytes=1 << 40)

@@ -28,9 +28,9 @@ _INITIAL_CONFIDENCE, _CONFIDENCE_STEP, _CONFIDENT = 0.5, 0.15, 0.5
 class _Expectation:
     """Lookup of one sequence, and the proposal when `known` tokens were known."""
 
+    lookup: PromptLookup
     chain: TokenChain
     """Chain for a draft model, as long as at its last call."""
-    lookup: PromptLookup = field(default_factory=PromptLookup)
     known: int = 0
     tokens: list[int] = field(default_factory=list)
     source: DraftSource = "lookup"
@@ -152,7 +152,7 @@ class Drafting:
     def _propose(self, sequence: Sequence) -> list[int]:
         expected = self._expected.get(sequence)
         if expected is None:
-            expected = self._expected[sequence] = _Expectation(TokenChain(sequence.request.cache_salt))
+            expected = self._expected[sequence] = _Expectation(PromptLookup(), TokenChain(sequence.request.cache_salt))
         if expected.known != len(sequence.tokens):
             # One more than are computed: of a step in flight the first is what it samples.
             expected.propose(sequence.tokens, self._most + 1)

@@ -11,8 +11,8 @@ import pytest
 
 from cohort.common import grammar
 from cohort.common.engine.drafts.batch_drafts import DraftModel
+from cohort.common.engine.runner import drafting
 from cohort.common.engine.step.grammar_masks import GrammarMasks
-from cohort.common.engine.worker import worker_loop
 from cohort.common.messages import TokenBatch
 from cohort.common.policies.speculation import Speculation
 from tests.common.engine.drafts.learned_head import learn_by_heart
@@ -43,7 +43,6 @@ class Oracle:
 
     known: ClassVar[list[list[int]]] = []
     wrong = 5
-    matched = 4
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         length = len(tokens)
@@ -118,7 +117,7 @@ async def test_answers_are_the_same_with_drafts(
             assert sum(running.machine.counters.drafted_tokens.values()) == 0
     known = [[*message.request.tokens, *plain[message.request.request_id][0]] for _, message in asked]
     monkeypatch.setattr(Oracle, "known", known)
-    monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
+    monkeypatch.setattr(drafting, "PromptLookup", Oracle)
     with monkeypatch.context() as patch:
         async with worker(folder, tmp_path, patch, speculation="lookup", **options) as running:
             drafted = await _asked(running, asked, together=together)
@@ -149,7 +148,7 @@ async def test_a_grammar_binds_drafted_tokens(
         async with worker(folder, tmp_path, patch, **options) as running:
             plain = await _asked(running, asked, together=False)
     monkeypatch.setattr(Oracle, "known", [[5, 6, 7, *plain["bound"][0]], [8, 9, *plain["free"][0]]])
-    monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
+    monkeypatch.setattr(drafting, "PromptLookup", Oracle)
     async with worker(folder, tmp_path, monkeypatch, speculation="lookup", **options) as running:
         drafted = await _asked(running, asked, together=False)
         assert running.machine.counters.accepted_tokens["rt"] > 30  # more than the free one alone has
@@ -171,7 +170,7 @@ async def test_drafted_rows_that_sit_steps_out_have_the_same_tokens(
         async with worker(folder, tmp_path, patch, **options) as running:
             plain = await _asked(running, asked, together=False)
     monkeypatch.setattr(Oracle, "known", [[5, 6, 7, *plain["bound"][0]]])
-    monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
+    monkeypatch.setattr(drafting, "PromptLookup", Oracle)
     monkeypatch.setattr(GrammarMasks, "prepare", late_in_turn(GrammarMasks.prepare))
     async with worker(folder, tmp_path, monkeypatch, speculation="lookup", **options) as running:
         drafted = await _asked(running, asked, together=False)

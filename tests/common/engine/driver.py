@@ -239,6 +239,14 @@ def check_schedule(runner: ModelRunner, expected: Sequence[Expected], schedule: 
     )
 
 
+def sampled_states(runner: ModelRunner) -> torch.Tensor:
+    """The last step's final states [sampled, hidden], as drafts by a head go on from them."""
+    steps = runner._device_steps
+    states = runner._model.sampled_states if steps is None else steps.sampled_states()
+    assert states is not None
+    return states
+
+
 def random_prompts(lengths: Iterable[int], *, seed: int = 1, vocab: int = VOCAB) -> list[list[int]]:
     numbers = random.Random(seed)
     return [[numbers.randrange(3, vocab) for _ in range(length)] for length in lengths]

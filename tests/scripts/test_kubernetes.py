@@ -352,14 +352,13 @@ def test_no_process_runs_twice_under_one_name():
 FREE_PORT = 40123  # workers choose theirs
 WORKER_DIALS = {
     ("bucketing_manager", 5551),
-    ("length_predictor", 5552),
     ("global_monitor", 5553),
     ("gateway", 5554),
     *((worker, port) for worker in WORKERS for port in (9100, FREE_PORT)),
 }
 DIALS = {
     "gateway": {("bucketing_manager", 5551), ("length_predictor", 5552), ("global_monitor", 5553)},
-    "length_predictor": {("bucketing_manager", 5551), ("global_monitor", 5553)},
+    "length_predictor": {("global_monitor", 5553)},
     "bucketing_manager": {("global_monitor", 5553)},
     "global_monitor": {
         ("bucketing_manager", 5551),

@@ -19,6 +19,8 @@ from cohort.services.launcher.processes.child import Child, Running, adopt_orpha
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
 _READY_TIMEOUT_S = 120.0
+_FORK_TIMEOUT_S = 10.0
+"""The longest a template takes to fork, which is milliseconds: beyond, it is stopped by a signal or hangs."""
 _MODULE = "cohort.services.launcher.processes.template"
 
 
@@ -58,6 +60,9 @@ class Template:
         self._forking[self._serial] = born
         with open_private(log_file, "ab") as log:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [log.fileno(), *listeners])
+        await asyncio.wait((born,), timeout=_FORK_TIMEOUT_S)
+        if not born.done():
+            self.end()  # which ends all that wait for it
         return await born
 
     def end(self) -> None:

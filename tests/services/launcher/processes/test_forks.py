@@ -213,3 +213,20 @@ async def test_workers_die_with_the_process_that_ordered_them(tmp_path: Path) ->
     await launcher.wait()
     await gone(worker)
     os.kill(int(helper), signal.SIGKILL)
+
+
+async def test_a_template_that_does_not_answer_is_ended_and_others_start_without_it(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await forks.child(command("serves"), tmp_path / "before.log", environment())
+    await said(tmp_path / "before.log", 2)
+    monkeypatch.setattr("cohort.services.launcher.processes.forks._FORK_TIMEOUT_S", 0.2)
+    [template] = forks._templates.values()
+    os.kill(template._process.pid, signal.SIGSTOP)
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    async with asyncio.timeout(20):
+        following = await asyncio.gather(*(forks.child(command("ends", "3"), log, environment()) for log in logs))
+    assert all([isinstance(each, Child) and await each.wait() == 3 for each in following])
+    assert worker.running and not template._process.running
+    worker.terminate()
+    assert await worker.wait() == 0

@@ -5,12 +5,14 @@ Without a terminal (a log file, CI, --detach) the table becomes one line per cha
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -51,6 +53,26 @@ class Line:
     """The machine it is on, where there are several."""
 
 
+class _Output:
+    """Standard output that never fails: what a full disk, a reader that has gone or a terminal's character set does not
+    take is lost or written as an escape, and the pipeline goes on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        encoding = self._file.encoding or "utf-8"
+        with contextlib.suppress(OSError):
+            self._file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class Console:
     """`listener` gets every line of text as well: the process that waits for a detached pipeline reads along."""
 
@@ -58,7 +80,8 @@ class Console:
         self, lines: Iterable[Line] = (), *, terminal: bool | None = None, listener: Callable[[str], None] | None = None
     ) -> None:
         self._lines = {line.instance: line for line in lines}
-        self._rich = RichConsole(file=sys.stdout, highlight=False, force_terminal=terminal, soft_wrap=True)
+        output = cast("IO[str]", _Output(sys.stdout))
+        self._rich = RichConsole(file=output, highlight=False, force_terminal=terminal, soft_wrap=True)
         self._live: Live | None = None
         self._listener = listener
 

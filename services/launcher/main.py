@@ -195,18 +195,20 @@ async def _supervise(
         raise RunFilesError("/proc is not readable; the launcher needs it to tell processes apart")
 
     def record() -> None:
-        files.write_state(
-            LauncherState(
-                launcher=own_mark,
-                name=config.name,
-                url=base,
-                stop_timeout_s=_stop_timeout_s(plans),
-                processes=supervisor.marks,
-                ready_urls=supervisor.ready_urls,
-                nodes=supervisor.nodes,
-                restart=supervisor.restart,
-            )
+        state = LauncherState(
+            launcher=own_mark,
+            name=config.name,
+            url=base,
+            stop_timeout_s=_stop_timeout_s(plans),
+            processes=supervisor.marks,
+            ready_urls=supervisor.ready_urls,
+            nodes=supervisor.nodes,
+            restart=supervisor.restart,
         )
+        try:
+            files.write_state(state)
+        except OSError as error:  # a full disk: --status and --stop see an older state, and everything runs
+            console.print_line(f"the state of the processes is not written: {error}", style="yellow")
 
     def ready() -> None:
         console.freeze()

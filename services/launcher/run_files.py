@@ -198,11 +198,13 @@ class RunFiles:
             path.replace(path.with_suffix(".log.1"))
 
     def limit_log(self, instance: str) -> None:
-        """Move the content of a large log. Its process appends to the open file, so it is copied and cut."""
+        """Move the content of a large log. Its process appends to the open file, so it is copied and cut; what a full
+        disk does not take of the copy is lost."""
         path = self.log_file(instance)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if path.stat().st_size > LOG_LIMIT_BYTES:
-                shutil.copyfile(path, path.with_suffix(".log.1"))
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(path, path.with_suffix(".log.1"))
                 os.truncate(path, 0)
 
     def log_tail(self, instance: str, lines: int) -> list[str]:

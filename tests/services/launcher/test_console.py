@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from pathlib import Path
+
+import pytest
 
 from cohort.services.launcher.console import Console, Line, LogFollower, State, readable, readable_warning
 
@@ -103,3 +108,21 @@ def test_a_log_is_shown_in_words_on_a_terminal() -> None:
     assert readable(line) == "info: worker ready threads=2"
     assert readable("Traceback (most recent call last):") == "Traceback (most recent call last):"
     assert readable_warning(line) == readable_warning("no JSON") == readable_warning('{"a": 1}') == ""
+
+
+def test_output_that_nothing_takes_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for place in ("/dev/full", writing):
+        with io.TextIOWrapper(io.FileIO(place, "w"), write_through=True) as nobodys:  # type: ignore[arg-type]
+            monkeypatch.setattr(sys, "stdout", nobodys)
+            with pytest.raises(OSError):
+                nobodys.write("x")
+            Console(terminal=False).print_line("gateway: warning: nothing more can be written")
+
+
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    Console(terminal=False).print_line("größer \u0416 \ud800")
+    assert written.getvalue().decode("latin-1") == "größer \\u0416 \\ud800\n"

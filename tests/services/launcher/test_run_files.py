@@ -103,3 +103,14 @@ def test_logs_keep_the_last_run_and_a_bound(tmp_path: Path, monkeypatch):
     assert log.read_bytes() == b"after\n"
     assert files.log_tail("gateway", 3) == ["after"]
     assert log.with_suffix(".log.1").read_bytes() == b"x" * 101 + b"\n"
+
+
+def test_a_full_disk_leaves_a_large_log_cut(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(run_files, "LOG_LIMIT_BYTES", 100)
+    files = RunFiles(tmp_path)
+    files.logs.mkdir()
+    log = files.log_file("gateway")
+    log.write_bytes(b"x" * 101)
+    log.with_suffix(".log.1").symlink_to("/dev/full")
+    files.limit_log("gateway")
+    assert log.read_bytes() == b""

@@ -106,8 +106,19 @@ def test_a_pipeline_from_start_to_the_death_of_its_launcher_and_the_next_one_to_
     assert again.returncode == 2
     assert "already running" in again.stderr
 
-    os.kill(serve.state.processes["unified-0"].pid, signal.SIGKILL)
+    # Stands for a full disk: the launcher cannot write its state, and the worker comes back all the same.
+    state = serve.state
+    (serve.files.folder / ".launcher.json.partial").mkdir()
+    os.kill(state.processes["unified-0"].pid, signal.SIGKILL)
     assert serve.complete()
+    assert state.launcher.alive
+    (serve.files.folder / ".launcher.json.partial").rmdir()
+    assert "is not written" in serve.files.log_file("launcher").read_text()
+    os.kill(state.processes["monitor"].pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + 20
+    while serve.state.processes.get("unified-0") in (None, state.processes["unified-0"]):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
     state = serve.state
     state.launcher.send(signal.SIGKILL)

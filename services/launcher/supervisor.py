@@ -11,6 +11,7 @@ about restarts (`restart_policy`) and knows nothing about what the processes do.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -136,6 +137,7 @@ class Supervisor:
         except Exception as defect:
             self._defect = defect
             self.failure = self.failure or "the launcher failed"
+            self._cause = self._cause or f"{self.failure}: {defect!r}"
             self._stopping.set()
 
     # -- processes that come and go ------------------------------------------------------------------------------
@@ -221,8 +223,12 @@ class Supervisor:
         name = process.plan.instance
         process.renewed = False
         try:
-            process.child = await self._hosts.begin(process)
-            code = await self._until_ended(process)
+            try:
+                process.child = await self._hosts.begin(process)
+            except OSError as error:  # no memory, place or descriptor for it now
+                code, refused = os.EX_OSERR, f"not started: {error}"
+            else:
+                code, refused = await self._until_ended(process), ""
         except (HostLost, NotStarted) as lost:
             if self._ends(process):
                 self._console.update(name, State.STOPPED, note="lost")
@@ -244,11 +250,11 @@ class Supervisor:
             return 0.0
         match process.policy.ended(time.monotonic(), code, relieved=self._is_replaced(process)):
             case GiveUp(reason):
-                self._give_up(process, reason)
+                self._give_up(process, refused or reason)
                 return None
             case restart:
                 when = f"in {restart.delay_s:.1f} s" if restart.delay_s else "at once"
-                self._console.update(name, State.RESTARTING, note=f"({restart.reason}; again {when})")
+                self._console.update(name, State.RESTARTING, note=f"({refused or restart.reason}; again {when})")
                 self._on_change()
                 return restart.delay_s
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -93,6 +94,28 @@ async def test_a_process_that_was_stopped_goes_on(run, toys, monkeypatch, capsys
     pipeline.supervisor.request_stop()
     assert await pipeline.exit_code() == 0
     assert "manager was stopped by a signal; it goes on" in capsys.readouterr().out
+
+
+async def test_a_process_that_the_system_refuses_is_tried_again(run, toys, monkeypatch, capsys):
+    pipeline = run(toys(gateway="ready", manager="ready"))
+    await pipeline.until_ready()
+    before, begin = pipeline.supervisor.marks, LocalHosts.begin
+    refusals = [OSError(errno.EAGAIN, "no place for it")] * 2
+
+    async def refused_twice(self, process):
+        if refusals:
+            raise refusals.pop()
+        return await begin(self, process)
+
+    monkeypatch.setattr(LocalHosts, "begin", refused_twice)
+    os.kill(before["manager"].pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while pipeline.supervisor.marks.get("manager") in (None, before["manager"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert pipeline.pid("gateway") == before["gateway"].pid and not refusals
+    pipeline.supervisor.request_stop()
+    assert await pipeline.exit_code() == 0
+    assert "not started: [Errno 11] no place for it" in capsys.readouterr().out
 
 
 async def test_a_crash_at_start_is_tried_again(run, toys, files: RunFiles):

@@ -95,7 +95,16 @@ def nested(flat: Mapping[str, Any], origin: str, base: dict[str, Any] | None = N
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML with the booleans of version 1.2: `off`, `on`, `yes` and `no` are words, as the options take them."""
+    """YAML with the booleans of version 1.2: `off`, `on`, `yes` and `no` are words, as the options take them. A section
+    that stands twice is an error: of two the first would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return dict(super().construct_mapping(node, deep))
 
 
 _BOOL = "tag:yaml.org,2002:bool"
@@ -108,7 +117,10 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False
 
 def parse_yaml(text: str) -> Any:
     """Parse a file, or the value of an option on the command line. Raises `yaml.YAMLError`."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except ValueError as error:  # of what looks like a date and is none
+        raise yaml.YAMLError(str(error)) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -116,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if data is None:
         return {}

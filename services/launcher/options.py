@@ -270,7 +270,7 @@ def keys_of(files: Sequence[Path]) -> set[str]:
     for file in files:
         try:
             names |= set(_dotted(parse_yaml(file.read_text(encoding="utf-8"))))
-        except (OSError, yaml.YAMLError):
+        except (OSError, UnicodeError, yaml.YAMLError):
             continue
     return names
 

@@ -16,6 +16,7 @@ import msgspec
 from cohort.common.addresses import GATEWAY, MONITOR, gateway_names, manager_names, metrics_port
 from cohort.common.config import Config
 from cohort.common.config.serving import PlannerConfig
+from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 
 MONITOR_OFFSET = 1
@@ -114,6 +115,8 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     threads = {instance: config.rank_threads(instance, 1) for instance in config.instance_roles}
     busy = max if config.gathers else sum  # threads that compute at one time
     of_all_ranks = [each * config.worker_group(instance).local_degree for instance, each in threads.items()]
+    if not of_all_ranks:
+        raise ConfigError("workers: there is none; name a group, e.g. --set 'workers=[{role: unified}]'")
     crowded = 0 < cores < busy(of_all_ranks)
     for index, instance in enumerate(config.instance_roles):
         environment = _threads_environment(threads[instance], crowded=crowded)

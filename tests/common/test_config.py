@@ -39,6 +39,8 @@ def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
         ("kv: 3", r"kv must be a mapping, found int"),
         ("- a", r"expected a mapping of sections, found list"),
         ("a: [", r"not valid YAML"),
+        ("model: {served_name: 2024-13-45}", r"my\.yaml: not valid YAML: month must be in 1\.\.12"),
+        ("kv: {block_size: 16}\nlogging: {level: info}\nkv: {block_size: 32}", r"kv is given twice(.|\n)*line 3"),
         ("kv.block_size: 32\nkv: {block_size: 16}", r"my\.yaml: kv\.block_size is given twice"),
         ("name.of: x\nname: y", r"my\.yaml: name\.of: name is not a section"),
     ],
@@ -188,3 +190,10 @@ def test_off_is_a_word_and_true_a_boolean(tmp_path: Path) -> None:
     config = load_config([file])
     assert (config.speculation.mode, config.planner.mode, config.kv.prefix_caching) == ("off", "off", False)
     assert [parse_yaml(text) for text in ("on", "no", "True", "FALSE", "off")] == ["on", "no", True, False, "off"]
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "utf16.yaml"
+    file.write_bytes("kv.block_size: 16".encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"utf16\.yaml: not valid YAML"):
+        load_config([file])

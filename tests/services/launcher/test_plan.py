@@ -16,6 +16,7 @@ from cohort.common.config import (
     WorkerGroup,
     load_config,
 )
+from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.launcher.plan import StopStage, http_base, plan, resolve
 
@@ -36,6 +37,11 @@ def test_the_default_is_six_processes_with_a_port_each():
     ]
     assert [p.instance for p in plans if p.stage is StopStage.GATEWAY] == ["gateway"]
     assert [p.instance for p in plans if p.stage is StopStage.WORKERS] == ["prefill-0", "decode-0"]
+
+
+def test_a_pipeline_without_a_worker_is_refused():
+    with pytest.raises(ConfigError, match="workers: there is none"):
+        plan(Config(workers=()))
 
 
 def test_ports_agree_with_the_processes_own_choice():

@@ -138,6 +138,25 @@ def test_a_process_that_is_killed_is_started_anew() -> None:
     assert render(chats, CHAT) == "Hi"
 
 
+@pytest.mark.parametrize("letters", [2, 1 << 20])
+async def test_one_that_hangs_is_ended_whatever_its_chat_is_long(letters: int) -> None:
+    """A pipe takes 64 KiB that nobody reads; the rest must not be waited for without end."""
+    chats = renderer("{{ messages[0].content | length }}")
+    assert render(chats, [{"role": "user", "content": "x" * letters}]) == str(letters)
+    process = (chats._short if letters == 2 else chats._long)._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    render_it = asyncio.to_thread(render, chats, [{"role": "user", "content": "y" * letters}])
+    try:
+        with pytest.raises(RequestError, match="no answer in time") as stopped:
+            await asyncio.wait_for(render_it, 20)
+        assert stopped.value.status == 503 and process.returncode == -signal.SIGKILL
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert render(chats, [{"role": "user", "content": "z" * letters}]) == str(letters)
+
+
 def test_processes_that_end_leave_no_descriptor_open() -> None:
     """Each hostile chat ends one. Their pipes added up until the gateway could open nothing any more."""
     chats = renderer(f"{WHEN}{GROWING}{THEN}")

@@ -161,6 +161,8 @@ class BoundedProcess:
             env=environment,
             bufsize=0,
         )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         self._ending = weakref.finalize(self, _end, process)
         self._process = process
         kind, answer = self._call(process, _HELLO, self._setup, self._limits.start_cpu_s, more_s=_START_S)
@@ -174,7 +176,7 @@ class BoundedProcess:
         deadline_s = time.monotonic() + max(1.0, _WAIT_FACTOR * cpu_s) + more_s
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(_LENGTH.pack(kind, len(data)) + data)
+            _write_until(process.stdin, _LENGTH.pack(kind, len(data)) + data, deadline_s)
             answered, size = _LENGTH.unpack(_read_until(process.stdout, _LENGTH.size, deadline_s))
             if size > self._limits.output_bytes:
                 raise EOFError  # not what we run
@@ -304,6 +306,17 @@ class QuestionQueue:
 
 
 # -- The pipe ------------------------------------------------------------------------------------------------------
+
+
+def _write_until(stream: BinaryIO | Any, data: bytes, deadline_s: float) -> None:
+    """Write all of `data` to an unbuffered pipe that does not block. Raises `TimeoutError`."""
+    poll = select.poll()
+    poll.register(stream, select.POLLOUT)
+    unsent = memoryview(data)
+    while unsent:
+        if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            raise TimeoutError
+        unsent = unsent[stream.write(unsent) or 0 :]
 
 
 def _read_until(stream: BinaryIO | Any, count: int, deadline_s: float) -> bytes:

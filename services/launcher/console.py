@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import select
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -54,13 +55,21 @@ class Line:
 
 
 class _Output:
-    """Standard output that never fails: what a full disk, a reader that has gone or a terminal's character set does not
-    take is lost or written as an escape, and the pipeline goes on."""
+    """Standard output that never fails and never blocks: what a full disk, a reader that has gone or does not read, or
+    a terminal's character set does not take is lost or written as an escape, and the pipeline goes on."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
+        self._poll: select.poll | None = None
+        """None where there is no descriptor. A pipe takes 4 KiB when it says that it takes something."""
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = file.fileno()
+            self._poll = select.poll()
+            self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, text: str) -> None:
+        if self._poll is not None and not self._poll.poll(0):
+            return
         encoding = self._file.encoding or "utf-8"
         with contextlib.suppress(OSError):
             self._file.write(text.encode(encoding, "backslashreplace").decode(encoding))

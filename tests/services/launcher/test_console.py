@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,26 @@ def test_output_that_nothing_takes_ends_nothing(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(OSError):
                 nobodys.write("x")
             Console(terminal=False).print_line("gateway: warning: nothing more can be written")
+
+
+def test_a_reader_that_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, b"x" * 4096):
+            pass
+    os.set_blocking(writing, True)
+    found = list[bytes]()
+    late = threading.Timer(3.0, lambda: found.append(os.read(reading, 1 << 20)))  # a blocked writer goes on then
+    late.start()
+    with io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        Console(terminal=False).print_line("nobody reads this")
+        assert not found, "it was waited for"
+        late.join()
+        Console(terminal=False).print_line("but this")
+        assert os.read(reading, 100) == b"but this\n"
+    os.close(reading)
 
 
 def test_what_a_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

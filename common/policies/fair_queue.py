@@ -14,8 +14,9 @@ Within one owner, requests go by the rank that `add` is given. Knows neither tim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 from typing import Any
 
 from cohort.common.types import RequestId
@@ -79,7 +80,7 @@ class FairQueue:
         waiting = [(known.start, name) for name, known in self._owners.items() if known.waiting]
         if not waiting:
             return None
-        start, name = min(waiting)
+        _, name = min(waiting)
         owner = self._owners[name]
         while True:
             rank, request_id = heappop(owner.order)
@@ -87,12 +88,48 @@ class FairQueue:
             if known is not None and known[0] == rank:
                 break
         del owner.waiting[request_id], self._owner_of[request_id]
-        self._now = start
-        owner.start = start + known[1] / owner.weight
+        self._charge(owner, known[1])
         if len(self._owners) > 2 * len(waiting) + _FORGOTTEN:
-            owners = self._owners.items()
-            self._owners = {name: known for name, known in owners if known.waiting or known.start > self._now}
+            self._forget()
         return request_id
+
+    def first(self, count: int) -> list[RequestId]:
+        """Return the requests that `next` would take one after the other, at most `count`. They stay here until each is
+        taken or removed."""
+        heads = [(known.start, name) for name, known in self._owners.items() if known.waiting]
+        heapify(heads)
+        orders: dict[str, Iterator[tuple[Any, RequestId]]] = {}
+        found: list[RequestId] = []
+        while heads and len(found) < count:
+            start, name = heads[0]
+            owner = self._owners[name]
+            if name not in orders:
+                ranked = ((rank, request_id) for request_id, (rank, _) in owner.waiting.items())
+                orders[name] = iter(nsmallest(count, ranked))
+            _, request_id = next(orders[name], (None, None))
+            if request_id is None:
+                heappop(heads)
+                continue
+            found.append(request_id)
+            heapreplace(heads, (start + owner.waiting[request_id][1] / owner.weight, name))
+        return found
+
+    def take(self, request_id: RequestId) -> None:
+        """Take this request, charged to its owner."""
+        owner = self._owners[self._owner_of[request_id]]
+        _, cost = owner.waiting[request_id]
+        self.remove(request_id)
+        self._charge(owner, cost)
+        if len(self._owners) > 2 * len(self._owner_of) + _FORGOTTEN:
+            self._forget()
+
+    def _charge(self, owner: _Owner, cost: float) -> None:
+        self._now = max(self._now, owner.start)
+        owner.start += cost / owner.weight
+
+    def _forget(self) -> None:
+        owners = self._owners.items()
+        self._owners = {name: known for name, known in owners if known.waiting or known.start > self._now}
 
     def give_back(self, owner: str, cost: float) -> None:
         """Refund a request that was not served after all; not into the past."""

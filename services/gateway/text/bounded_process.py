@@ -1,6 +1,6 @@
 """A process for work that a stranger's text decides the cost of: limits bound it, its death is an error.
 
-    gateway ──frame: a question──▶ process ──frame: the answer, or a refusal──▶ gateway
+    gateway ──frames: questions──▶ process ──a frame for each: the answer, a refusal, or "not begun"──▶ gateway
 
 The kernel kills the process at its processor time (per question); memory (`RLIMIT_AS`) and the answer's length are
 limited, and it can neither write files nor see the gateway's environment (API keys). It starts with the first question
@@ -10,9 +10,10 @@ Questions wait in a `QuestionQueue`, on the event loop: bounded by key, in turn 
 
     turn      the key whose questions have had the fewest bytes goes next (`FairQueue`); a key that is new goes at once
     rank      within a key by size, and by arrival: a large one is passed by a bounded number of later ones
-    beside    where the user allows it, a few are under way together, as long as answers come quickly
+    together  where the user allows it, several are asked in one message; what the process has not begun after
+              `_TOGETHER_S` waits again, so that another key waits for one slow question, whatever came with it
     bound     questions that wait of one key, and the time that a request waits; beyond: 429 with Retry-After
-    together  requests of a key with the same question have one place, which is free when all of them have gone
+    same      requests of a key with the same question have one place, which is free when all of them have gone
 
 Used by `template_process.py` and `grammar_process.py`, which have the work; both sides of the pipe are here.
 """
@@ -33,10 +34,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
@@ -47,7 +47,8 @@ from cohort.common.types import RequestId
 from cohort.services.gateway import bounds
 
 ANSWER, REFUSED = b"T", b"R"
-_HELLO, _QUESTION, _BROKEN = b"H", b"C", b"B"
+_HELLO, _QUESTION, _ANOTHER, _BROKEN, _NOT_BEGUN = b"H", b"C", b"A", b"B", b"N"
+"""Kinds of frames. `_ANOTHER`: a question with which further ones come; `_QUESTION` is the last of them."""
 _LENGTH = struct.Struct(">cQ")
 _EXIT_MEMORY = 70
 _WAIT_FACTOR = 10.0
@@ -63,14 +64,14 @@ _AGE_BYTES = 1024
 """Size by which a question must be smaller than another of its key, for each that arrived in between, to go first: one
 of 64 KiB is passed by 64."""
 _RETRY_AFTER_S = 1.0
-_QUICK_S = 0.1
-"""Time of an answer within which further questions are begun beside the one under way: the process does not wait for
-the event loop then, and a busy loop takes several answers in one turn. After a slower one they go one at a time, so
-that another key waits for one only."""
+_TOGETHER_S = 0.01
+"""Time within which further questions of one message are begun."""
 
 Answer = tuple[bytes, bytes]
 """Kind of answer (`ANSWER`, `REFUSED`), and what it is."""
 Work = Callable[[bytes], Answer]
+Answers = list["Answer | Ended | None"]
+"""Answers to questions that were asked together; of the one that ended the process, why; None for one not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +127,37 @@ class BoundedProcess:
                 raise ModelError(f"{self._broken}: {self._why(ended)}") from None
 
     def call(self, question: bytes) -> Answer:
-        """Return the answer; blocks. Raises `Ended`, or `ModelError` if the process cannot start. After a kill from
-        outside the question is asked once more."""
+        """Return the answer; blocks. Raises `Ended`, or `ModelError` if the process cannot start."""
+        [answer] = self.call_together([question])
+        if isinstance(answer, Ended):
+            raise answer
+        assert answer is not None, "the first question is always begun"
+        return answer
+
+    def call_together(self, questions: Sequence[bytes]) -> Answers:
+        """Ask in this order; blocks. After a kill from outside the question is asked once more. Raises `ModelError`."""
+        answers: Answers = []
+        again = True
         with self._lock:
-            try:
+            while len(answers) < len(questions):
                 try:
-                    return self._call(self._running(), _QUESTION, question, self._limits.cpu_s)
+                    for answer in self._asked(self._running(), questions[len(answers) :]):
+                        answers.append(answer)
                 except Ended as ended:
-                    if ended.status not in _FROM_OUTSIDE:
-                        raise
-                return self._call(self._running(), _QUESTION, question, self._limits.cpu_s)
-            except Ended as ended:
-                ended.why = self._why(ended)
-                raise
+                    if again and ended.status in _FROM_OUTSIDE:
+                        again = False
+                        continue
+                    ended.why = self._why(ended)
+                    answers += [ended, *[None] * (len(questions) - len(answers) - 1)]
+        return answers
 
-    def begin(self, question: bytes) -> asyncio.Task[Answer]:
-        """Begin `call` in a thread. A task: it ends with its event loop, which may end before the process answers."""
-        return asyncio.get_running_loop().create_task(self._soon(question))
+    def begin(self, questions: Sequence[bytes]) -> asyncio.Task[Answers]:
+        """Begin `call_together` in a thread. A task: it ends with its event loop, which may end before the process
+        answers."""
+        return asyncio.get_running_loop().create_task(self._soon(questions))
 
-    async def _soon(self, question: bytes) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.call, question)
+    async def _soon(self, questions: Sequence[bytes]) -> Answers:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.call_together, questions)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -165,22 +177,36 @@ class BoundedProcess:
         os.set_blocking(process.stdin.fileno(), False)
         self._ending = weakref.finalize(self, _end, process)
         self._process = process
-        kind, answer = self._call(process, _HELLO, self._setup, self._limits.start_cpu_s, more_s=_START_S)
+        frame = _framed(_HELLO, self._setup)
+        [(kind, answer)] = self._exchanged(process, frame, 1, self._limits.start_cpu_s, more_s=_START_S)
         if kind == _BROKEN:
             raise ModelError(f"{self._broken}: {answer.decode()}")
         return process
 
-    def _call(
-        self, process: subprocess.Popen[bytes], kind: bytes, data: bytes, cpu_s: float, more_s: float = 0.0
-    ) -> tuple[bytes, bytes]:
-        deadline_s = time.monotonic() + max(1.0, _WAIT_FACTOR * cpu_s) + more_s
+    def _asked(self, process: subprocess.Popen[bytes], questions: Sequence[bytes]) -> Iterator[Answer | None]:
+        frames = [*(_framed(_ANOTHER, each) for each in questions[:-1]), _framed(_QUESTION, questions[-1])]
+        for kind, answer in self._exchanged(process, b"".join(frames), len(questions), self._limits.cpu_s):
+            yield None if kind == _NOT_BEGUN else (kind, answer)
+
+    def _exchanged(
+        self, process: subprocess.Popen[bytes], data: bytes, count: int, cpu_s: float, more_s: float = 0.0
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Send frames and yield as many as are to come, each within a time of its own."""
         try:
             assert process.stdin is not None and process.stdout is not None
-            _write_until(process.stdin, _LENGTH.pack(kind, len(data)) + data, deadline_s)
-            answered, size = _LENGTH.unpack(_read_until(process.stdout, _LENGTH.size, deadline_s))
-            if size > self._limits.output_bytes:
-                raise EOFError  # not what we run
-            return answered, _read_until(process.stdout, size, deadline_s)
+            answer_s = max(1.0, _WAIT_FACTOR * cpu_s) + more_s
+            _write_until(process.stdin, data, time.monotonic() + answer_s)
+            received = bytearray()
+            for _ in range(count):
+                deadline_s = time.monotonic() + answer_s
+                _read_until(process.stdout, received, _LENGTH.size, deadline_s)
+                kind, size = _LENGTH.unpack_from(received)
+                if size > self._limits.output_bytes:
+                    raise EOFError  # not what we run
+                end = _LENGTH.size + size
+                _read_until(process.stdout, received, end, deadline_s)
+                yield kind, bytes(received[_LENGTH.size : end])
+                del received[:end]
         except TimeoutError:
             _end(process)
             raise Ended(None) from None
@@ -221,24 +247,25 @@ class _Place:
 
 class QuestionQueue:
     def __init__(
-        self, ask: Callable[[bytes], asyncio.Future[Answer]], what: str, most: Callable[[], int], beside: int = 0
+        self,
+        ask: Callable[[Sequence[bytes]], asyncio.Future[Answers]],
+        what: str,
+        most: Callable[[], int],
+        together: int = 1,
     ) -> None:
-        """`ask` begins one question; it is called again when that has ended, and for `beside` more while answers come
-        within `_QUICK_S`. `what` the questions are, for messages; `most`: of one key that wait."""
+        """`ask` begins up to `together` questions; it is called again when those have ended. `what` the questions are,
+        for messages; `most`: of one key that wait."""
         self._ask = ask
         self._what = what
         self._most = most
-        self._beside = beside
+        self._together = together
         self._fair = FairQueue()
         self._places: dict[tuple[str, bytes], _Place] = {}
         """Questions that wait, and those under way."""
         self._waiting: dict[RequestId, _Place] = {}
         self._waiting_of: Counter[str] = Counter()
         self._arrived = 0
-        self._under_way = 0
-        self._is_quick = False
-        self._since_s = 0.0
-        """Time at which the last question ended, or the first of those under way was begun."""
+        self._under_way: Sequence[_Place] = ()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -254,7 +281,8 @@ class QuestionQueue:
             raise self._busy(f"this request's had no answer within {wait_s:g} s") from None
         finally:
             place.requests -= 1
-            if not place.requests and self._fair.remove(place.name):
+            if not place.requests and place.name in self._waiting:
+                self._fair.remove(place.name)
                 self._leave(place)
                 del self._places[owner, question]
 
@@ -262,13 +290,17 @@ class QuestionQueue:
         if (count := self._waiting_of[owner]) >= (most := self._most()):
             raise self._busy(f"{count} of this client's wait, and at most {most} may")
         self._arrived += 1
-        name, size = str(self._arrived), max(1, len(question))
+        name, rank = str(self._arrived), len(question) + self._arrived * _AGE_BYTES
         place = _Place(owner, question, name, asyncio.get_running_loop().create_future())
-        self._places[owner, question] = self._waiting[name] = place
-        self._waiting_of[owner] += 1
-        self._fair.add(owner, name, rank=size + self._arrived * _AGE_BYTES, cost=size)
+        self._places[owner, question] = place
+        self._fair.add(owner, name, rank=rank, cost=max(1, len(question)))
+        self._wait(place)
         self._begin()
         return place
+
+    def _wait(self, place: _Place) -> None:
+        self._waiting[place.name] = place
+        self._waiting_of[place.owner] += 1
 
     def _leave(self, place: _Place) -> None:
         del self._waiting[place.name]
@@ -278,27 +310,31 @@ class QuestionQueue:
             del self._waiting_of[place.owner]
 
     def _begin(self) -> None:
-        if not self._under_way:
-            self._since_s = time.monotonic()
-        while self._under_way <= self._is_quick * self._beside and (name := self._fair.next()) is not None:
-            place = self._waiting[name]
+        if self._under_way or not (names := self._fair.first(self._together)):
+            return
+        self._under_way = places = [self._waiting[name] for name in names]
+        for place in places:
             self._leave(place)
-            self._under_way += 1
-            self._ask(place.question).add_done_callback(partial(self._end, place))
+        self._ask([each.question for each in places]).add_done_callback(self._end)
 
-    def _end(self, place: _Place, asked: asyncio.Future[Answer]) -> None:
-        assert self._under_way and self._places[place.owner, place.question] is place, f"{place.name} ends twice"
-        now_s = time.monotonic()
-        self._is_quick, self._since_s = now_s - self._since_s < _QUICK_S, now_s
-        self._under_way -= 1
-        del self._places[place.owner, place.question]
-        if asked.cancelled():
-            place.answer.cancel()
-        elif error := asked.exception():
-            if place.requests:  # nobody else would take it
-                place.answer.set_exception(error)
-        else:
-            place.answer.set_result(asked.result())
+    def _end(self, asked: asyncio.Future[Answers]) -> None:
+        places, self._under_way = self._under_way, ()
+        assert places, "nothing was asked"
+        error = asyncio.CancelledError() if asked.cancelled() else asked.exception()
+        answers = asked.result() if error is None else [error] * len(places)
+        for place, answer in zip(places, answers, strict=True):
+            if answer is None and place.requests:
+                self._wait(place)
+                continue
+            del self._places[place.owner, place.question]
+            if answer is None:
+                self._fair.remove(place.name)
+                continue
+            self._fair.take(place.name)  # whether its client is there or not
+            if not isinstance(answer, BaseException):
+                place.answer.set_result(answer)
+            elif place.requests:  # nobody else would take it
+                place.answer.set_exception(answer)
         self._begin()
 
     def _busy(self, why: str) -> RequestError:
@@ -306,6 +342,10 @@ class QuestionQueue:
 
 
 # -- The pipe ------------------------------------------------------------------------------------------------------
+
+
+def _framed(kind: bytes, data: bytes) -> bytes:
+    return _LENGTH.pack(kind, len(data)) + data
 
 
 def _write_until(stream: BinaryIO | Any, data: bytes, deadline_s: float) -> None:
@@ -319,19 +359,17 @@ def _write_until(stream: BinaryIO | Any, data: bytes, deadline_s: float) -> None
         unsent = unsent[stream.write(unsent) or 0 :]
 
 
-def _read_until(stream: BinaryIO | Any, count: int, deadline_s: float) -> bytes:
-    """Read exactly `count` bytes of an unbuffered pipe. Raises `EOFError`, `TimeoutError`."""
+def _read_until(stream: BinaryIO | Any, received: bytearray, count: int, deadline_s: float) -> None:
+    """Read what an unbuffered pipe has until `count` bytes are received. Raises `EOFError`, `TimeoutError`."""
     poll = select.poll()
     poll.register(stream, select.POLLIN)
-    parts = bytearray()
-    while len(parts) < count:
+    while len(received) < count:
         if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
             raise TimeoutError
-        part = stream.read(min(count - len(parts), 1 << 20))
+        part = stream.read(1 << 20)
         if not part:
             raise EOFError
-        parts += part
-    return bytes(parts)
+        received += part
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -367,11 +405,19 @@ def serve(begin: Callable[[Mapping[str, Any], int], Work]) -> int:
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(sink, ANSWER, b"")
         while True:
-            _, data = _receive(source)
-            signal.setitimer(signal.ITIMER_PROF, hello["cpu_s"])
-            kind, answer = work(data)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(sink, kind, answer)
+            questions, kind = list[bytes](), _ANOTHER
+            while kind == _ANOTHER:
+                kind, data = _receive(source)
+                questions.append(data)
+            ends_s = time.monotonic() + _TOGETHER_S
+            for place, question in enumerate(questions):
+                if place and time.monotonic() > ends_s:
+                    _send(sink, _NOT_BEGUN, b"")
+                    continue
+                signal.setitimer(signal.ITIMER_PROF, hello["cpu_s"])
+                kind, answer = work(question)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                _send(sink, kind, answer)
     except EOFError:
         return 0
     except MemoryError:

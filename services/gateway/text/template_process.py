@@ -35,9 +35,8 @@ from cohort.services.gateway.text.chat_template import ChatTemplate
 
 _SHORT_BYTES = 8192
 """Size of messages, as JSON, that count as short."""
-_BESIDE = 4
-"""Short chats begun while another is under way. Should five be as slow as the limit allows, after quick ones, another
-key's chat waits 25 s, which is less than its deadline; from then on they go one at a time."""
+_TOGETHER = 32
+"""Short chats asked in one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ class ChatRenderer:
         self._short = BoundedProcess(__name__, about, limits.of_process(), broken)
         self._long = BoundedProcess(__name__, about, limits.of_process(), broken)
         self._queues = {
-            each: QuestionQueue(each.begin, "chats", lambda: bounds.BOUNDS.chats_waiting, beside)
-            for each, beside in ((self._short, _BESIDE), (self._long, 0))
+            each: QuestionQueue(each.begin, "chats", lambda: bounds.BOUNDS.chats_waiting, together)
+            for each, together in ((self._short, _TOGETHER), (self._long, 1))
         }
 
     def warm(self) -> None:

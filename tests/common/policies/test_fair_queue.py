@@ -63,11 +63,16 @@ def test_it_is_the_literal_rule(script: list[tuple[Any, ...]]) -> None:
                 name = f"{place:03}"
                 assert queue.remove(name) == any(item[2] == name for item in literal.waiting)
                 literal.remove(name)
+            case _ if number % 2 and (first := queue.first(2)):
+                queue.take(first[0])
+                assert first[0] == literal.next()
             case _:
                 assert queue.next() == literal.next()
         assert len(queue) == len(literal.waiting)
+    ahead = queue.first(99)
     left = [queue.next() for _ in range(len(queue))]
     assert left == [literal.next() for _ in left] and queue.next() is None  # all that waits is served
+    assert ahead == left[:99]
 
 
 @settings(max_examples=200, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,7 @@ from hypothesis import strategies as st
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway import bounds
-from cohort.services.gateway.text import bounded_process
-from cohort.services.gateway.text.bounded_process import Answer, QuestionQueue
+from cohort.services.gateway.text.bounded_process import Answer, Answers, Ended, QuestionQueue
 
 AGE = 1024
 
@@ -21,12 +21,12 @@ class Compiler:
 
     def __init__(self) -> None:
         self.asked: list[bytes] = []
-        self.running: asyncio.Future[Answer] | None = None
+        self.running: asyncio.Future[Answers] | None = None
         self.queue = QuestionQueue(self._ask, "grammars", lambda: bounds.BOUNDS.grammars_waiting)
 
-    def _ask(self, question: bytes) -> asyncio.Future[Answer]:
+    def _ask(self, questions: Sequence[bytes]) -> asyncio.Future[Answers]:
         assert self.running is None, "two at a time"
-        self.asked.append(question)
+        self.asked += questions
         self.running = asyncio.get_running_loop().create_future()
         return self.running
 
@@ -34,7 +34,7 @@ class Compiler:
         running, self.running = self.running, None
         assert running is not None
         if error is None:
-            running.set_result((b"T", self.asked[-1]))
+            running.set_result([(b"T", self.asked[-1])])
         else:
             running.set_exception(error)
         await settle()
@@ -159,25 +159,53 @@ async def test_a_wait_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.asked == [b"0"]
 
 
-async def test_more_are_begun_beside_one_only_while_answers_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[bytes, asyncio.Future[Answer]] = {}
+class Together:
+    """Questions asked together, up to three; the test says what came of them."""
 
-    def ask(question: bytes) -> asyncio.Future[Answer]:
-        return asked.setdefault(question, asyncio.get_running_loop().create_future())
+    def __init__(self) -> None:
+        self.asked: list[list[bytes]] = []
+        self.queue = QuestionQueue(self._ask, "chats", lambda: 3, together=3)
 
-    async def end_first(quick_s: float) -> int:
-        monkeypatch.setattr(bounded_process, "_QUICK_S", quick_s)
-        question = next(each for each, answer in asked.items() if not answer.done())
-        asked[question].set_result((b"T", question))
+    def _ask(self, questions: Sequence[bytes]) -> asyncio.Future[Answers]:
+        self.asked.append(list(questions))
+        self._running: asyncio.Future[Answers] = asyncio.get_running_loop().create_future()
+        return self._running
+
+    async def end(self, *answers: Ended | None) -> None:
+        """Answer the first questions, then these."""
+        answered = self.asked[-1][: len(self.asked[-1]) - len(answers)]
+        self._running.set_result([*((b"T", each) for each in answered), *answers])
         await settle()
-        return sum(not answer.done() for answer in asked.values())
 
-    queue = QuestionQueue(ask, "chats", lambda: 99, 2)
-    tasks = [asyncio.create_task(queue.ask("alice", b"%02d" % each)) for each in range(9)]
+    async def arrive(self, owner: str, *questions: bytes) -> list[asyncio.Task[Answer]]:
+        tasks = [asyncio.create_task(self.queue.ask(owner, each)) for each in questions]
+        await settle()
+        return tasks
+
+
+async def test_what_the_process_has_not_begun_waits_again_in_its_place() -> None:
+    chats = Together()
+    tasks = await chats.arrive("alice", b"0", b"1", b"2", b"3")
+    await chats.end()
+    assert chats.asked == [[b"0"], [b"1", b"2", b"3"]]
+    tasks += await chats.arrive("bob", b"4")
+    await chats.end(None, None)
+    assert chats.asked[2] == [b"4", b"2", b"3"], "one that is slow delays another key by itself alone"
+    await chats.end()
+    assert [await each for each in tasks] == [(b"T", b"%d" % each) for each in range(5)] and not len(chats.queue)
+
+
+async def test_who_ends_the_process_has_the_error_and_whose_client_left_does_not_come_back() -> None:
+    chats = Together()
+    first, culprit, leaves, stays = await chats.arrive("", b"0", b"1", b"2", b"3")
+    await chats.end()
+    leaves.cancel()
     await settle()
-    assert len(asked) == 1, "nothing is known of their time yet"
-    quick_s, slow_s = 1e9, -1.0
-    under_way = [await end_first(each) for each in (quick_s, quick_s, slow_s, slow_s, slow_s, slow_s, quick_s)]
-    assert under_way == [3, 3, 2, 1, 1, 1, 2], "then three, one at a time, and both that are left"
-    assert [await end_first(quick_s) for _ in range(2)] == [1, 0]
-    assert [await task for task in tasks] == [(b"T", b"%02d" % each) for each in range(9)]
+    await chats.end(ended := Ended(-9), None, None)
+    with pytest.raises(Ended) as raised:
+        await culprit
+    assert raised.value is ended and await first == (b"T", b"0") and chats.asked[2:] == [[b"3"]]
+    again = await chats.arrive("", b"2")
+    await chats.end()
+    await chats.end()
+    assert await stays == (b"T", b"3") and await again[0] == (b"T", b"2") and not len(chats.queue)

@@ -12,6 +12,7 @@ Never aggregates over processes (the monitor does) and never resets.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar, get_args
 
@@ -68,16 +69,15 @@ class Labelled(Generic[M]):
 
 
 class ManyHistogram(Histogram):
-    """A histogram that takes many observations of one value at the cost of one."""
+    """A histogram that takes many observations of one value at the cost of one, and finds its bucket by halves."""
+
+    def observe(self, amount: float, exemplar: Mapping[str, str] | None = None) -> None:
+        self.observe_many(amount, 1)
 
     def observe_many(self, amount: float, count: int) -> None:
         """Observe `amount` `count` times."""
-        self._raise_if_not_observable()  # type: ignore[no-untyped-call]
         self._sum.inc(amount * count)
-        for bound, bucket in zip(self._upper_bounds, self._buckets, strict=True):
-            if amount <= bound:
-                bucket.inc(count)
-                break
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
     @property
     def counts(self) -> list[float]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from string import Formatter
@@ -306,7 +306,7 @@ class Heavy:
         prompts = [[random.randrange(20_000) for _ in range(self.length)] for _ in range(self.prompts)]
         body = {"prompt": prompts, "n": self.n, "logprobs": self.scores, "echo": self.echo, "max_tokens": max_tokens}
         call = parse_completion(json.dumps(body).encode(), {}, CONFIG, CARD)
-        return replace(call, sampling=msgspec.structs.replace(call.sampling, grammar=self.grammar))
+        return msgspec.structs.replace(call, sampling=msgspec.structs.replace(call.sampling, grammar=self.grammar))
 
     def price(self, max_tokens: int) -> int:
         """Return the units of work. Raises `RequestError` beyond a bound, as the gateway does."""

@@ -5,7 +5,6 @@ Called by aiohttp through `middleware.py` and, for lines of batches, by `batch_r
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import uuid
 from collections.abc import Mapping, Sequence
@@ -55,7 +54,7 @@ class OpenAiApi:
             api_request = await (self._chats if chat else self._completions).read(Body(data, caller), _BATCH_HEADERS)
         if api_request.call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
-        answering = await generator.begin(dataclasses.replace(api_request.call, online=False), len(data), caller)
+        answering = await generator.begin(msgspec.structs.replace(api_request.call, online=False), len(data), caller)
         try:
             answer = await api_request.whole(answering)
         finally:

@@ -8,7 +8,6 @@ go on from it. Called by aiohttp through `middleware.py`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -226,7 +225,7 @@ class ResponsesApi:
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
         call = self._generator.parser.chat_call(chat_of(body, items), headers, switches_of(body))
-        return dataclasses.replace(call, truncates=body.truncation == "auto")
+        return msgspec.structs.replace(call, truncates=body.truncation == "auto")
 
     async def ended(
         self, api_request: _ResponsesRequest, answering: Answering, writer: ResponseWriter, finish: FinishReason

@@ -9,10 +9,8 @@ requests, which frees their KV blocks on all workers; those of a resumable strea
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import secrets
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -258,13 +256,13 @@ class Generator:
         prompts, messages = await self._tokenize(call, self.served.max_model_len(), queue_owner)
         if sampling.grammar and call.chat:
             sampling = self._after_reasoning(sampling, prompts[0])
-        call = dataclasses.replace(call, priority=priority, sampling=sampling, messages=messages)
+        call = msgspec.structs.replace(call, priority=priority, sampling=sampling, messages=messages)
         times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
         token_limits = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
         price = self.budget.price(call, lengths, token_limits)
         self._reserve_for_key(call, lengths, token_limits, caller.lease)
-        base_id = uuid.uuid4().hex[:20]
+        base_id = secrets.token_hex(10)
         if caller.client_id:
             base_id = f"{caller.client_id}-{base_id[:8]}"  # unique though a client may repeat its ids
         created_s = clock.wall_s()

@@ -6,7 +6,7 @@ Called by aiohttp for each HTTP request. Clients see no stack trace: a defect is
 from __future__ import annotations
 
 import os
-import uuid
+import secrets
 from collections.abc import Sequence
 
 import msgspec
@@ -133,7 +133,7 @@ def _http_id(request: web.Request) -> str:
     given = request.headers.get(REQUEST_ID_HEADER, "")
     if given and len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable():
         return given
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def _served(request: web.Request) -> str:

@@ -58,8 +58,7 @@ GREEDY_BELOW = 1e-5
 PARSE_AT_ONCE_BYTES = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """Parsed request. `sampling` lacks only max_tokens, seed and end tokens, which need the tokenised prompt.
     `max_tokens` None: what the context leaves."""
 
@@ -101,7 +100,7 @@ class Call:
     """Whether the answer ends with its stop string."""
     keeps_tokens: int | None = None
     """Number of a prompt's last tokens that are kept; -1 = as many as leave room for the answer."""
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    template_variables: Mapping[str, Any] = {}
     grammar_spec: GrammarSpec | None = None
     """The grammar that the answer is bound to, as the client wrote it."""
     tools: ToolUse | None = None

@@ -87,7 +87,7 @@ class _MessagesRequest(ApiRequest):
 
     async def whole(self, answering: Answering) -> bytes:
         finish, writer = FinishReason.STOP, _writer(answering)
-        async for _, step in answering.outlet.steps(answering):
+        async for _, step in answering.whole():
             for _event in writer.take(step.piece):
                 pass
             finish = step.finish or finish

@@ -90,7 +90,7 @@ class _CompletionRequest(ApiRequest):
         scores: dict[int, Scores | None] = {}
         finished: dict[int, FinishReason] = {}
         means = [Mean() for _ in generation.entries]
-        async for index, step in answering.outlet.steps(answering):
+        async for index, step in answering.whole():
             texts[index].write(step.piece.text)
             reasoning[index].write(step.piece.reasoning)
             calls[index] += step.piece.calls

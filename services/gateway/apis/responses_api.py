@@ -133,7 +133,7 @@ class _ResponsesRequest(BackgroundRequest):
 
     async def whole(self, answering: Answering) -> bytes:
         finish, writer = FinishReason.STOP, self.events(answering)
-        async for _, step in answering.outlet.steps(answering):
+        async for _, step in answering.whole():
             for _event in writer.take(step.piece, await _logprobs(answering, step)):
                 pass
             finish = step.finish or finish

@@ -39,7 +39,7 @@ from cohort.services.gateway.generation.preparation import Reservation
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.text.tokenizer import TokenText
 
-# Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
+# Tokens that are written at a time: a few milliseconds of the event loop, with twenty log-probabilities each.
 WRITTEN_AT_ONCE = 64
 
 
@@ -108,6 +108,8 @@ class Outlet:
     limits hold. What waits is bounded by max_tokens."""
 
     at_once = True
+    least = 1
+    """Tokens of a choice for which the reader is woken; its end, or another choice's, wakes it too."""
 
     def __init__(self) -> None:
         self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
@@ -136,8 +138,9 @@ class Outlet:
         if ready is None:
             ready = self._ready[delta.index] = Delta(delta.index)
         ready.merge(delta)
-        self.waits = False
-        self._wakeup.set()
+        if len(ready.tokens) >= self.least or ready.finish is not None or ready.error is not None:
+            self.waits = False
+            self._wakeup.set()
 
     async def run(self, answering: Answering, writer: Writer, sink: Sink, keepalive_s: float | None = None) -> None:
         """Answer until all choices have ended, with `Writer.keepalive` after every idle `keepalive_s`. Raises the
@@ -287,6 +290,12 @@ class Answering:
         call = self.call
         scored = call.shows_logprobs or call.scores_prompt or call.sampling.logprobs >= 0
         return not (scored or call.continuous_usage or call.stop_strings)
+
+    def whole(self) -> AsyncIterator[tuple[int, Step]]:
+        """Yield the steps of an answer that is sent as one: those of plain text are of many tokens."""
+        if self.plain and not self.readers:
+            self.outlet.least = WRITTEN_AT_ONCE
+        return self.outlet.steps(self)
 
     def reads(self, index: int) -> bool:
         """Return whether a choice's next text may be more than content."""

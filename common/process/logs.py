@@ -82,18 +82,12 @@ def configure_logging(
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, structlog.stdlib.PositionalArgumentsFormatter(), *shared, write],
         logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=_Logger,
+        wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(f"cohort.{service}").bind()  # not at every line
     _catch_the_unhandled(logger)
     return logger
-
-
-class _Logger(structlog.stdlib.BoundLogger):
-    def debug(self, event: str | None = None, *args: Any, **fields: Any) -> Any:
-        """Write a debug line; one that is not written costs little."""
-        return super().debug(event, *args, **fields) if self.isEnabledFor(logging.DEBUG) else None
 
 
 def set_log_level(level: str) -> None:

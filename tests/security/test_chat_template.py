@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import pytest
 from cohort.common.errors import ModelError, RequestError
 from cohort.services.gateway import bounds, service
 from cohort.services.gateway.text import bounded_process
-from cohort.services.gateway.text.bounded_process import ANSWER, BoundedProcess
+from cohort.services.gateway.text.bounded_process import ANSWER, Answers, BoundedProcess
 from cohort.services.gateway.text.chat_template import ChatTemplate
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
 from cohort.services.gateway.text.tokenizer import Tokenizer
@@ -226,12 +227,12 @@ async def test_chats_wait_in_turn_of_their_keys(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bounds, "BOUNDS", bounds.Bounds(chats_waiting=3))
     rendered, gate = [], threading.Event()
 
-    def call(_: BoundedProcess, question: bytes) -> tuple[bytes, bytes]:
+    def call_together(_: BoundedProcess, questions: Sequence[bytes]) -> Answers:
         assert gate.wait(60)
-        rendered.append(json.loads(question)["messages"][0]["content"])
-        return ANSWER, b""
+        rendered.append(json.loads(questions[0])["messages"][0]["content"])
+        return [(ANSWER, b""), *[None] * (len(questions) - 1)]
 
-    monkeypatch.setattr(BoundedProcess, "call", call)
+    monkeypatch.setattr(BoundedProcess, "call_together", call_together)
     chats = renderer("")
 
     def soon(owner: str, text: str) -> asyncio.Task[str]:

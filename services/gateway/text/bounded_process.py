@@ -140,9 +140,12 @@ class BoundedProcess:
         again = True
         with self._lock:
             while len(answers) < len(questions):
+                *others, last = questions[len(answers) :]
+                frames = b"".join([*(_framed(_ANOTHER, each) for each in others), _framed(_QUESTION, last)])
                 try:
-                    for answer in self._asked(self._running(), questions[len(answers) :]):
-                        answers.append(answer)
+                    exchanged = self._exchanged(self._running(), frames, len(others) + 1, self._limits.cpu_s)
+                    for kind, answer in exchanged:
+                        answers.append(None if kind == _NOT_BEGUN else (kind, answer))
                 except Ended as ended:
                     if again and ended.status in _FROM_OUTSIDE:
                         again = False
@@ -182,11 +185,6 @@ class BoundedProcess:
         if kind == _BROKEN:
             raise ModelError(f"{self._broken}: {answer.decode()}")
         return process
-
-    def _asked(self, process: subprocess.Popen[bytes], questions: Sequence[bytes]) -> Iterator[Answer | None]:
-        frames = [*(_framed(_ANOTHER, each) for each in questions[:-1]), _framed(_QUESTION, questions[-1])]
-        for kind, answer in self._exchanged(process, b"".join(frames), len(questions), self._limits.cpu_s):
-            yield None if kind == _NOT_BEGUN else (kind, answer)
 
     def _exchanged(
         self, process: subprocess.Popen[bytes], data: bytes, count: int, cpu_s: float, more_s: float = 0.0

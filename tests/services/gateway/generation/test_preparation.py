@@ -33,12 +33,14 @@ CALL = Call(
     online=False,
 )
 
+
 def prepared(
     prompts: list[list[int]], *, context: int = 100, config: GatewayConfig | None = None, **changes: Any
 ) -> list[Request]:
     call = msgspec.structs.replace(CALL, **changes)
     limits = output_limits(call, [len(prompt) for prompt in prompts], config or GatewayConfig(), context)
     return prepare(call, prompts, base_id="id", gateway="gw", seed=77, arrival_s=5.0, card=CARD, token_limits=limits)
+
 
 def test_one_request_is_complete() -> None:
     assert prepared([[1, 2]]) == [
@@ -56,19 +58,23 @@ def test_one_request_is_complete() -> None:
         )
     ]
 
+
 def test_choices_are_requests_of_their_own() -> None:
     requests = prepared([[1], [3]], n=2)
     assert [request.request_id for request in requests] == ["id-0", "id-1", "id-2", "id-3"]
     assert [request.tokens for request in requests] == [[1], [1], [3], [3]]
     assert len({request.sampling.seed for request in requests}) == 4
 
+
 def test_ignoring_the_end_keeps_the_clients_own_stop_tokens() -> None:
     assert prepared([[1]], ignore_eos=True)[0].sampling.stop_token_ids == (9,)
+
 
 def test_seeds_depend_on_seed_and_index_only() -> None:
     assert derived_seed(5, 0) == 5
     assert derived_seed(5, 1) == derived_seed(5, 1) != derived_seed(6, 1)
     assert 0 <= derived_seed(-1, 0) <= SEED_MASK
+
 
 @pytest.mark.parametrize(
     ("tokens", "max_tokens", "named"),
@@ -81,10 +87,12 @@ def test_a_request_beyond_the_context_names_both_numbers(tokens: int, max_tokens
     assert (caught.value.status, caught.value.param) == (400, param)
     assert all(text in caught.value.message for text in named)
 
+
 def test_the_context_may_be_filled_to_the_last_token() -> None:
     assert prepared([[1] * 90])[0].sampling.max_tokens == 10
     assert prepared([[1] * 99], max_tokens=None)[0].sampling.max_tokens == 1
     assert prepared([[1] * 100], max_tokens=0)[0].sampling.max_tokens == 0
+
 
 def test_without_a_limit_the_context_or_the_configured_default_decides() -> None:
     assert prepared([[1] * 10], max_tokens=None)[0].sampling.max_tokens == 90
@@ -92,9 +100,11 @@ def test_without_a_limit_the_context_or_the_configured_default_decides() -> None
     assert prepared([[1] * 10], max_tokens=None, config=config)[0].sampling.max_tokens == 30
     assert prepared([[1] * 90], max_tokens=None, config=config)[0].sampling.max_tokens == 10
 
+
 def test_min_tokens_must_fit() -> None:
     with pytest.raises(RequestError, match="min_tokens"):
         prepared([[1] * 98], max_tokens=None, min_tokens=5)
+
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="empty"):

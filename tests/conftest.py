@@ -42,7 +42,9 @@ LAST = ("services/length_predictor",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Answers of `transformers` outlive the run in pytest's own cache, where it has one."""
+    """Answers of `transformers` outlive the run in pytest's own cache, where it has one. Nothing that is imported while
+    tests are collected is garbage: to look for some takes two seconds."""
+    gc.disable()
     if (kept := getattr(config, "cache", None)) is not None:
         os.environ["COHORT_TEST_GOLDENS"] = str(kept.mkdir("goldens"))
 
@@ -51,6 +53,7 @@ def pytest_collection_finish() -> None:
     """What was imported is nobody's garbage; every collection would go through it for a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.services.bench.live.pipelines import UNLEARNED
 from tests.chaos.streams import DECODE, VOCABULARY
 from tests.e2e.pipeline import START_TIMEOUT_S, Pipeline
 from tests.e2e.tiny_models import qwen2, save
 from tests.services.gateway.tiny_model import EOS, TEMPLATE, byte_level
 
-COMMON = {"engine": {"threads": 1}, "kv": {"memory_bytes": 64 << 20, "host_memory_bytes": 0}, "predictor": UNLEARNED}
+COMMON = {"engine": {"threads": 1}, "kv": {"memory_bytes": 64 << 20, "host_memory_bytes": 0}}
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from cohort.common.config import Config, dump_config, load_config
 from cohort.common.http.ports import free_port
 from cohort.common.process.service import HEARTBEAT_S
 from cohort.common.types import Role
+from cohort.services.bench.live.pipelines import UNLEARNED
 from tests.e2e.forked import ForkedProcess, fork
 from tests.e2e.held_file import Hold, content, held_file, hold_file
 from tests.examples import nightly
@@ -81,6 +82,8 @@ class Pipeline:
         self._before = before or {}
         self.held: set[str] = set()
         """Workers that are `held_worker`s when they start next."""
+        self.instead: dict[str, str] = {}
+        """Modules of `tests` that run in place of processes, by name."""
         self.port = free_port()
         given: dict[str, Any] = {
             "model": {"path": str(model), "dtype": "float32"},
@@ -88,6 +91,8 @@ class Pipeline:
             "monitor": {"port": free_port()},
             "metrics": {"base_port": 0},
             "state": {"folder": str(folder)},
+            # To import what a training needs takes seconds; `tests/services/length_predictor` has the real child.
+            "predictor": dict(UNLEARNED),
         }
         for section, values in (overrides or {}).items():
             if isinstance(values, Mapping):
@@ -135,7 +140,7 @@ class Pipeline:
         several = role is not None and not _ONE_THREAD
         threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if several else "1"
         arguments = ["--config", str(self._file), "--instance", name, "--run-dir", str(self.run_dir(name))]
-        module = "tests.e2e.held_worker" if name in self.held else f"cohort.services.{folder}"
+        module = "tests.e2e.held_worker" if name in self.held else self.instead.get(name, f"cohort.services.{folder}")
         held_file(self.run_dir(name), name).unlink(missing_ok=True)  # what the one before it said is not its word
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:

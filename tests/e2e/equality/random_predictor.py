@@ -1,7 +1,8 @@
 """A length predictor that says anything: stands in for the real one in tests of what wrong predictions cost.
 
-`python random_predictor.py --config FILE --instance NAME --run-dir FOLDER`, like the service. Every request is given a
-random length, up to three times what its client may get, and at once another one as a revision.
+    python -m tests.e2e.equality.random_predictor --config … --instance … --run-dir …
+
+Every request is given a random length, up to three times what its client may get, and another one as a revision.
 """
 
 from __future__ import annotations

@@ -2,26 +2,25 @@
 
     python -m tests.e2e.equality.split_manager --config … --instance … --run-dir …
 
-`COHORT_TEST_SPLITS` lists the places, separated by commas: `whole`, or an offset from the end of the prompt in tokens
-(`-5` in the prompt, `0` at its end, `7` in the output), or `half` (the middle of the prompt). Everything else is the
-real manager.
+Everything else is the real manager.
 """
 
 from __future__ import annotations
 
-import os
-
-from cohort.common.config import Config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, Impossible, Placed, Placement, Wait, WaitingRequest
 from cohort.common.process.service import service_main
 from cohort.common.types import InstanceId, Segment
 from cohort.services.bucketing_manager.service import serve
 
+PLACES = ("whole", "half", "-1", "0", "1", "9", "400")
+"""Offsets from the end of the prompt, but for the first two: into the prompt, at its end, into the output. Whole first:
+the others must say the same. The last one lies beyond every answer's end."""
+
 
 class SplitInTurn(Placement):
-    def __init__(self, places: list[str]) -> None:
-        self._places, self._turn = places, 0
+    def __init__(self) -> None:
+        self._turn = 0
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
@@ -29,7 +28,7 @@ class SplitInTurn(Placement):
         names = sorted(cluster.instances)
         if len(names) < 2:
             return Wait("two workers are needed")
-        place = self._places[self._turn % len(self._places)]
+        place = PLACES[self._turn % len(PLACES)]
         self._turn += 1
         prompt = len(waiting.request.tokens)
         if place == "whole":
@@ -39,10 +38,6 @@ class SplitInTurn(Placement):
         return Placed((Segment(0, split, first), Segment(split, None, second)), f"at {place}")
 
 
-def _placement(config: Config) -> Placement:
-    return SplitInTurn(os.environ["COHORT_TEST_SPLITS"].split(","))
-
-
 if __name__ == "__main__":
-    compose.placement = _placement
+    compose.placement = lambda config: SplitInTurn()
     service_main("bucketing_manager", serve)

@@ -27,7 +27,6 @@ def overrides(model: Path) -> dict[str, Any]:
     return {
         "kv": {"memory_bytes": kv_bytes(model, 34), "prefix_caching": False},
         "gateway": {"default_prediction_tokens": 1},
-        "predictor": {"learns": False},
     }
 
 

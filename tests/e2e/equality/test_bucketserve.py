@@ -24,7 +24,8 @@ CACHE_BLOCKS = 77
 def test_buckets_and_processes_that_die(tmp_path: Path, small_model: Path, goldens: list[Golden]) -> None:
     overrides = {
         "kv": {"memory_bytes": kv_bytes(small_model, CACHE_BLOCKS)},
-        "gateway": {"default_prediction_tokens": 4},
+        "predictor": {"learns": True},
+        "gateway": {"default_prediction_tokens": 4},  # an answer cut off later than predicted is learned from
     }
     bodies = [ask(golden) for golden in goldens]
     made = Pipeline(tmp_path, small_model, overrides, preset="bucketserve")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +24,6 @@ def cut(golden: Golden, tokens: int) -> Golden:
     return Golden(golden.prompt, golden.output[:tokens], golden.gaps[:tokens], golden.runner_up[:tokens])
 
 
-def random_predictor(pipeline: Pipeline) -> None:
-    """Takes the place of the real one."""
-    pipeline.names.remove("predictor")
-    config, run = pipeline.folder / "config.yaml", pipeline.folder / "run"
-    script = Path(__file__).with_name("random_predictor.py")
-    command = [sys.executable, str(script), "--config", str(config), "--instance", "predictor", "--run-dir", str(run)]
-    with (pipeline.folder / "predictor.log").open("ab") as log:
-        pipeline.processes["predictor"] = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-
 @pytest.mark.parametrize(
     ("prediction", "lending", "evidence"),
     [
@@ -56,7 +42,6 @@ def test_a_wrong_predictor_changes_no_answer(
     wanted = [cut(golden, n) for golden in golden_outputs(small_model, prompts, max(LENGTHS)) for n in LENGTHS]
     overrides: dict[str, Any] = {
         "gateway": {"default_prediction_tokens": prediction or 256},
-        "predictor": {"learns": False},
         "kv": {"block_size": 8, "memory_bytes": kv_bytes(small_model, 17), "prefix_caching": False},
         "ecoserve": {"lending": lending},
         "experiment": {"ecoserve": {"tune_padding": False}},
@@ -64,7 +49,7 @@ def test_a_wrong_predictor_changes_no_answer(
     pipeline = Pipeline(tmp_path, small_model, overrides, preset="ecoserve")
     pipeline.held.add("unified-0")
     if prediction is None:
-        random_predictor(pipeline)
+        pipeline.instead["predictor"] = "tests.e2e.equality.random_predictor"
     with pipeline:
         bodies = [
             {

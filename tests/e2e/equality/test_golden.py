@@ -15,7 +15,7 @@ from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-SHORT_SIGHTED = {"gateway": {"default_prediction_tokens": 1}, "predictor": {"learns": False}}
+SHORT_SIGHTED = {"gateway": {"default_prediction_tokens": 1}}
 """Every response is expected to end at once: more are admitted than the cache will hold."""
 
 

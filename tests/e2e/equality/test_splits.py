@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,12 @@ import pytest
 
 from tests.e2e.clients.test_embeddings import with_modules
 from tests.e2e.equality.golden import Golden
+from tests.e2e.equality.split_manager import PLACES
 from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Pipeline
 from tests.examples import another_of_its_kind, nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
-
-PLACES = ("whole", "half", "-1", "0", "1", "9", "400")
-"""Whole first: the others must say the same. The last one lies beyond every answer's end."""
 
 PROMPT = "Once upon a time there was a fox who lived at the edge of a large forest and wanted"
 
@@ -40,42 +35,21 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-class SplitPipeline(Pipeline):
+def splitting(folder: Path, model: Path, overrides: dict[str, Any]) -> Pipeline:
     """With a manager that splits in turn."""
+    made = Pipeline(folder, model, overrides, preset="dynaserve")
+    made.instead["manager"] = "tests.e2e.equality.split_manager"
+    return made
 
-    def start(self, name: str) -> None:
-        if name != "manager":
-            super().start(name)
-            return
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.e2e.equality.split_manager",
-                    "--config",
-                    str(self._file),
-                    "--instance",
-                    name,
-                    "--run-dir",
-                    str(self.folder / "run"),
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd=Path(__file__).parents[3],
-                env={**os.environ, "COHORT_TEST_SPLITS": ",".join(PLACES)},
-            )
 
-    def post(
-        self, body: dict[str, Any], path: str = "/v1/completions", answers: str = "choices"
-    ) -> list[dict[str, Any]]:
-        request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return list(json.loads(response.read())[answers])
+def post(
+    pipeline: Pipeline, body: dict[str, Any], path: str = "/v1/completions", answers: str = "choices"
+) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        f"{pipeline.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return list(json.loads(response.read())[answers])
 
 
 def told(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -89,22 +63,21 @@ def scores(choices: list[dict[str, Any]]) -> list[float]:
 
 def test_every_split_gives_the_same_answer(tmp_path: Path, small_model: Path) -> None:
     model = with_modules(small_model, tmp_path / "model", "mean_tokens")
-    pipeline = SplitPipeline(tmp_path, model, {"engine": {"prefill_chunk": 8}}, preset="dynaserve")
-    with pipeline:
+    with splitting(tmp_path, model, {"engine": {"prefill_chunk": 8}}) as pipeline:
         handed_over, greedy = 0, ""
         for name, asked in REQUESTS.items():
             body = {"prompt": PROMPT, "max_tokens": 24 if nightly() else 14, "ignore_eos": True, **asked}
             if "stop" in asked:
                 body["stop"] = greedy.split()[-2:-1]
             # `n` choices are `n` requests to the manager: each place comes up as often for either of them.
-            answers = [pipeline.post(body) for _ in PLACES]
+            answers = [post(pipeline, body) for _ in PLACES]
             for place, answer in zip(PLACES, answers, strict=True):
                 assert told(answer) == told(answers[0]), f"{name}, split at {place}"
                 assert scores(answer) == pytest.approx(scores(answers[0]), abs=2e-3), f"{name}, split at {place}"
             handed_over += 4
             greedy = greedy or answers[0][0]["text"]
             assert "stop" not in asked or answers[0][0]["finish_reason"] == "stop"
-        vectors = [pipeline.post({"input": PROMPT}, "/v1/embeddings", "data")[0]["embedding"] for _ in PLACES]
+        vectors = [post(pipeline, {"input": PROMPT}, "/v1/embeddings", "data")[0]["embedding"] for _ in PLACES]
         for place, vector in zip(PLACES, vectors, strict=True):
             assert vector == pytest.approx(vectors[0], abs=1e-5), f"a mean, split at {place}"
         handed_over += 2  # within the prompt
@@ -117,6 +90,17 @@ def test_every_split_gives_the_same_answer(tmp_path: Path, small_model: Path) ->
 def _transfers(pipeline: Pipeline, worker: str) -> float:
     pipeline.wait_for(worker, "transfers_total", 8)
     return pipeline.heard(worker)["transfers_total"]
+
+
+def test_keys_and_values_in_fp8_cross(tmp_path: Path, small_model: Path) -> None:
+    """Also over a prefix that is cached."""
+    overrides = {"model": {"max_model_len": 512}, "kv": {"cache_dtype": "fp8", "memory_bytes": 64 << 20}}
+    with splitting(tmp_path, small_model, overrides) as pipeline:
+        for repeat in (1, 4):
+            body = {"prompt": f"{PROMPT} " * repeat, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answers = [told(post(pipeline, body)) for _ in PLACES]
+            assert answers == answers[:1] * len(PLACES)
+        assert max(_transfers(pipeline, worker) for worker in pipeline.config.instance_roles) >= 8
 
 
 @another_of_its_kind()

@@ -145,16 +145,17 @@ def test_a_launcher_has_the_workers_alone(served: Containers):
     run = served.folder / "workers" / "run"
     status = [sys.executable, "-P", "-m", "cohort.services.launcher", "--status", "--run-dir", str(run)]
     deadline_s = time.monotonic() + 180
-    while subprocess.run(status, capture_output=True, check=False).returncode != 0:
+    while "ready: " not in served.log("workers"):
         assert time.monotonic() < deadline_s and served.processes["workers"].poll() is None, served.log("workers")
-        time.sleep(0.5)
+        time.sleep(0.05)
+    assert subprocess.run(status, capture_output=True, check=False).returncode == 0
     assert complete(served, KEY) == before
     [worker] = json.loads((run / "launcher.json").read_bytes())["processes"].values()
     os.kill(worker["pid"], signal.SIGKILL)
     assert complete(served, KEY) == before
     logged = [json.loads(line) for line in served.log("workers").splitlines() if line.startswith("{")]
     assert len([each for each in logged if each["event"] == "step times"]) == 2  # as each life of the worker begins
-    assert "ready: " in served.log("workers") and not list((run / "logs").iterdir())
+    assert not list((run / "logs").iterdir())
 
 
 def test_nothing_is_written_where_a_container_could_not(served: Containers):

@@ -61,10 +61,6 @@ class Serve:
             found: dict[str, Any] = json.loads(answer.read())
             return found
 
-    def complete(self) -> str:
-        text: str = self.answer(prompt="The sea is", max_tokens=5)["choices"][0]["text"]
-        return text
-
     def answer(self, **wanted: Any) -> dict[str, Any]:
         body = {"model": "served", "temperature": 0, **wanted}
         url = f"http://127.0.0.1:{self.port}/v1/completions"

@@ -16,9 +16,11 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ class Tab:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def read(self) -> None:
-        """Until the connection ends; hosted by `browser`."""
+        """Until the connection ends; hosted by `page`."""
         async for message in self._socket:
             said = json.loads(message.data)
             waiting = self._answers.pop(said.get("id", 0), None)
@@ -113,54 +115,63 @@ class Tab:
         await asyncio.to_thread(file.write_bytes, base64.b64decode(said["data"]))
 
 
-@asynccontextmanager
-async def browser() -> AsyncIterator[Tab]:
-    """A Chromium of its own with one empty page; it ends with the block. Raises `FileNotFoundError` without one."""
+@contextmanager
+def chromium() -> Iterator[str]:
+    """A Chromium of its own, by its address; it ends with the block. Raises `FileNotFoundError` without one."""
     path = binary()
     if path is None:
         raise FileNotFoundError("no Chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        process = await asyncio.create_subprocess_exec(
-            path,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--hide-scrollbars",
-            "--remote-debugging-port=0",
-            f"--user-data-dir={folder}",
-            "about:blank",
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [
+                path,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--no-first-run",
+                "--hide-scrollbars",
+                "--remote-debugging-port=0",
+                f"--user-data-dir={folder}",
+                "about:blank",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,  # the command may be a script around the browser, which has children of its own
         )
         try:
-            port = await _port(Path(folder) / "DevToolsActivePort", process)
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                    [page] = [each for each in await answer.json() if each["type"] == "page"]
-                async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=1 << 26) as socket:
-                    tab = Tab(socket)
-                    reading = asyncio.create_task(tab.read())
-                    for domain in ("Page", "Runtime", "Log"):
-                        await tab.call(f"{domain}.enable")
-                    await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)  # else nothing has the focus
-                    yield tab
-                    reading.cancel()
-                    await asyncio.gather(reading, return_exceptions=True)
+            yield f"http://127.0.0.1:{_port(Path(folder) / 'DevToolsActivePort', process)}"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            process.wait()
 
 
-async def _port(file: Path, process: asyncio.subprocess.Process) -> int:
-    async with asyncio.timeout(START_S):
-        while not (lines := _lines(file)):
-            if process.returncode is not None:
-                raise RuntimeError(f"Chromium ended with {process.returncode}")
-            await asyncio.sleep(0.05)
+@asynccontextmanager
+async def page(address: str) -> AsyncIterator[Tab]:
+    """An empty page of that Chromium; it is closed with the block."""
+    async with aiohttp.ClientSession(address) as session:
+        async with session.put("/json/new?about:blank") as answer:
+            made = await answer.json()
+        async with session.ws_connect(made["webSocketDebuggerUrl"], max_msg_size=1 << 26) as socket:
+            tab = Tab(socket)
+            reading = asyncio.create_task(tab.read())
+            for domain in ("Page", "Runtime", "Log"):
+                await tab.call(f"{domain}.enable")
+            await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)  # else nothing has the focus
+            yield tab
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        async with session.get(f"/json/close/{made['id']}"):
+            pass
+
+
+def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+    deadline_s = time.monotonic() + START_S
+    while not (lines := _lines(file)):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"Chromium does not answer, or ended with {process.returncode}")
+        time.sleep(0.05)
     return int(lines[0])
 
 
@@ -168,8 +179,8 @@ def _lines(file: Path) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
-async def _main(options: argparse.Namespace) -> None:
-    async with browser() as tab:
+async def _main(address: str, options: argparse.Namespace) -> None:
+    async with page(address) as tab:
         await tab.size(options.width, options.height, dark=options.dark, phone=options.width < 600)
         await tab.open(options.url)
         await asyncio.sleep(options.wait)
@@ -191,4 +202,5 @@ if __name__ == "__main__":
     parser.add_argument("--whole", action="store_true", help="the whole page, not what fits the screen")
     parser.add_argument("--wait", type=float, default=5.0, help="seconds before the picture")
     parser.add_argument("--script", default="", help="JavaScript to run before it")
-    asyncio.run(_main(parser.parse_args()))
+    with chromium() as started:
+        asyncio.run(_main(started, parser.parse_args()))

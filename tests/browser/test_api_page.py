@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
-from tests.browser.chromium import Tab, binary, browser
+from tests.browser.chromium import Tab, binary
 from tests.browser.recorded import MARKUP
 from tests.browser.test_pages import OVERFLOW, TEXT
 from tests.services.gateway.conftest import OpenSite, model_dir, open_site  # noqa: F401
@@ -15,12 +13,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(binary() is None, reason="no Chromium here: apt-get install chromium-headless-shell"),
 ]
-
-
-@pytest.fixture
-async def tab() -> AsyncIterator[Tab]:
-    async with browser() as opened:
-        yield opened
 
 
 async def told(tab: Tab, operation: str, fields: dict[str, str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from cohort.common.messages import Placed, TokenUpdate
 from cohort.common.types import FinishReason
-from tests.browser.chromium import Tab, binary, browser
+from tests.browser.chromium import Tab, binary
 from tests.browser.recorded import MARKUP
 from tests.browser.test_pages import ENTER, OVERFLOW
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
@@ -44,12 +43,6 @@ HOSTILE = f"""# {MARKUP}
 
 ```{MARKUP}
 never closed: </code></pre>{MARKUP}"""
-
-
-@pytest.fixture
-async def tab() -> AsyncIterator[Tab]:
-    async with browser() as opened:
-        yield opened
 
 
 async def opened(tab: Tab, site: Site, *, phone: bool = False) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.browser.chromium import Tab, binary, browser
+from tests.browser.chromium import Tab, binary
 from tests.browser.recorded import ENDED, MARKUP, Recorded, served
 
 pytestmark = [
@@ -18,12 +17,6 @@ pytestmark = [
 TEXT = "document.body.innerText"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 ENTER = 13
-
-
-@pytest.fixture
-async def tab() -> AsyncIterator[Tab]:
-    async with browser() as opened:
-        yield opened
 
 
 async def shown(tab: Tab, url: str) -> None:

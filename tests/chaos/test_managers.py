@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 MANAGERS = ("manager", "manager-1")
 CLIENTS = 8
-EACH = 12
+EACH = 6
 NEW_TOKENS = 12
 LONGEST_GAP_S = 5.0
 """Between two first tokens of whichever requests. A takeover is 0.6 s of silence and a moment: the rest is for machines

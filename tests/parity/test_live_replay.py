@@ -26,16 +26,8 @@ from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-PRESETS = [
-    "bucketserve",
-    "alignedserve",
-    "dynaserve",
-    *(["baseline-distserve", "baseline-vllm", "baseline-fastserve"] if nightly() else []),
-    "bros",
-    "ecoserve",
-    "unified",
-    "cohort",
-]
+OTHERS = ["alignedserve", "bros", "unified", *(f"baseline-{name}" for name in ("distserve", "vllm", "fastserve"))]
+PRESETS = ["bucketserve", "dynaserve", "ecoserve", "cohort", *(OTHERS if nightly() else [])]
 BLOCK_BYTES = 12_288
 """Of the tiny model: 16 positions, 3 layers, 2 heads of 16, float32."""
 CACHE_BLOCKS = 36

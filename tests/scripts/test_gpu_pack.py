@@ -112,6 +112,8 @@ def script() -> ModuleType:
     return module
 
 
+@another_of_its_kind()
+@pytest.mark.slow
 def test_every_section_finds_what_it_imports(tmp_path: Path) -> None:
     command = machine(tmp_path, on_the_machine() | in_the_pack())
     told = imported(command, [*SECTIONS, *STARTED, *LATE])
@@ -156,8 +158,9 @@ def test_a_package_left_out_is_missed(tmp_path: Path, name: str) -> None:
 
 def test_what_cohort_depends_on_is_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = {plain(Requirement(words).name) for words in project["dependencies"]}
-    assert needed - on_the_machine() - in_the_pack() == set()
+    extras = (words for extra in ("engine", "predictor") for words in project["optional-dependencies"][extra])
+    needed = {plain(Requirement(words).name) for words in (*project["dependencies"], *extras)}
+    assert needed - on_the_machine() - in_the_pack() == {"gguf"}, "whose files a GPU is not given"
 
 
 def test_what_packed_packages_depend_on_is_there() -> None:

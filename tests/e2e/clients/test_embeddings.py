@@ -62,7 +62,7 @@ async def embed(pipeline: Pipeline, inputs: list[list[int]]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("preset", "pooling"),
     [
-        ("cohort", "lasttoken"),
+        pytest.param("cohort", "lasttoken", marks=another_of_its_kind()),
         pytest.param("unified", "mean_tokens", marks=another_of_its_kind()),
         ("disaggregated", "mean_tokens"),
         pytest.param("cohort", "mean_tokens", marks=another_of_its_kind()),

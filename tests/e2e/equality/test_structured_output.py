@@ -43,7 +43,7 @@ TOOLS = [
 
 
 def asked(index: int) -> dict[str, Any]:
-    """Of some 60 and 80 tokens: eight of them are more than the cache holds."""
+    """Of some 60 and 80 tokens: five of them are more than the cache holds."""
     return {
         "prompt": f"Person number {index}. " + "Describe an invented person with a name, an age and hobbies. " * 4,
         "max_tokens": 80,
@@ -64,18 +64,18 @@ def chat(pipeline: Pipeline, **body: Any) -> dict[str, Any]:
 def test_answers_conform_and_are_the_same_after_preemptions(tmp_path: Path, small_model: Path) -> None:
     overrides = {
         "engine": {"prefill_chunk": 64, "preemption": "recompute"},
-        "kv": {"memory_bytes": kv_bytes(small_model, 40), "prefix_caching": False},
+        "kv": {"memory_bytes": kv_bytes(small_model, 26), "prefix_caching": False},
     }
-    bodies = [asked(index) for index in range(8)]
+    bodies = [asked(index) for index in range(5)]
     made = Pipeline(tmp_path, small_model, overrides, preset="unified")
     made.held.add("unified-0")
     with made as pipeline:
         alone = pipeline.complete_all(bodies, concurrency=2)
         together = pipeline.complete_together(bodies, "unified-0")
-        assert [answer.error for answer in (*alone, *together)] == [""] * 16
+        assert [answer.error for answer in (*alone, *together)] == [""] * 10
         assert [answer.text for answer in together] == [answer.text for answer in alone]
         pipeline.wait_for("unified-0", "preemptions_total", 1)
-        assert sum(answer.finish == "stop" for answer in alone) >= 4
+        assert sum(answer.finish == "stop" for answer in alone) >= 2
         for answer in alone:
             if answer.finish == "stop":
                 jsonschema.validate(json.loads(answer.text), PERSON)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import gc
 import itertools
 import os
 import pickle
@@ -212,6 +213,9 @@ class _Child:
                     self._say("begins", (item.nodeid, item.location))
                     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                     self._say("ends", None)
+                # What a file leaves behind is looked through once, not by every collection to come.
+                gc.collect()
+                gc.freeze()
             self._session._setupstate.teardown_exact(None)
             code = 0
         except KeyboardInterrupt:

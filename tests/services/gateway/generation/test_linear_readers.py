@@ -198,7 +198,6 @@ def work(name: str, pieces: int, *, at_once: bool) -> int:
     feed, end = make(looks)
     texts = [begin + filler * pieces] if at_once else [begin, *[filler] * pieces]
     allocated = 0
-    gc.collect()
     gc.disable()
     tracemalloc.start()
     try:

@@ -15,8 +15,9 @@ import torch
 
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.e2e.equality.golden import compute
+from tests.e2e.equality.split_manager import PLACES
 from tests.e2e.equality.test_golden import SHORT_SIGHTED, compare
-from tests.e2e.equality.test_splits import PLACES, REQUESTS, SplitPipeline, scores, told
+from tests.e2e.equality.test_splits import REQUESTS, post, scores, splitting, told
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.tiny_models import llama, save, save_deep_llama
 from tests.examples import another_of_its_kind, nightly
@@ -116,10 +117,10 @@ def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, p
 def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path, mode: str) -> None:
     """Drafts end where another worker goes on."""
     options = {"engine": {"prefill_chunk": 8}, "speculation": _speculating(mode, default_model, tmp_path)}
-    with SplitPipeline(tmp_path, default_model, options, preset="dynaserve") as pipeline:
+    with splitting(tmp_path, default_model, options) as pipeline:
         for name in ("greedy, log-probabilities", "two choices, sampled", "penalties"):
             body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True, **REQUESTS[name]}
-            answers = [pipeline.post(body) for _ in PLACES]
+            answers = [post(pipeline, body) for _ in PLACES]
             for place, answer in zip(PLACES, answers, strict=True):
                 assert told(answer) == told(answers[0]), f"{name}, split at {place}"
         drafted = [pipeline.heard(name)["drafted_tokens_rt_total"] for name in pipeline.config.instance_roles]

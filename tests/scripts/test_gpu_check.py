@@ -81,7 +81,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with (tmp_path / "log").open("wb") as log:
         running = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--dry-run", "--only", "products", "device", "--out", str(out)],
+            [sys.executable, str(SCRIPT), "--dry-run", "--only", "golden", "device", "--out", str(out)],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=tmp_path,
@@ -99,7 +99,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
         running.send_signal(signal.SIGKILL)
         running.wait()
     result = report_of(out)
-    assert [section["section"] for section in result["sections"]] == ["device", "products"]
+    assert [section["section"] for section in result["sections"]] == ["device", "golden"]
     assert result["state"] == "running" and result["sections"][0]["state"] == "ended"
     assert any(row["name"] == "read alone" for row in result["rows"])
     assert (out / "report.md").read_text().startswith("# Check of a GPU")

@@ -377,8 +377,8 @@ class UcxLink:
 
     def _drain(self) -> None:
         """Finish the copies under way, and nothing else meanwhile: where this process reads a peer's memory (CMA), UCX
-        aborts the process if the worker is closed before. No peer can delay that, and the deadline is of processor time:
-        a busy machine may need long for a short copy."""
+        aborts the process if the worker is closed before. No peer can delay that. The deadline is of processor time: a
+        busy machine may need long for a short copy."""
         until_s = time.thread_time() + DRAIN_S
         while self._worker.progress_once() and time.thread_time() < until_s:
             pass

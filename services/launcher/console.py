@@ -61,7 +61,7 @@ class _Output:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._poll: select.poll | None = None
-        """None where there is no descriptor. A pipe takes 4 KiB when it says that it takes something."""
+        """Poll of the descriptor; None without one. A pipe takes 4 KiB when it says that it takes something."""
         with contextlib.suppress(OSError, ValueError):
             descriptor = file.fileno()
             self._poll = select.poll()

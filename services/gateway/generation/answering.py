@@ -109,7 +109,7 @@ class Outlet:
 
     at_once = True
     least = 1
-    """Tokens of a choice for which the reader is woken; its end, or another choice's, wakes it too."""
+    """Tokens of a choice for which the reader is woken; what is no token, or an end, wakes it too."""
 
     def __init__(self) -> None:
         self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
@@ -138,7 +138,7 @@ class Outlet:
         if ready is None:
             ready = self._ready[delta.index] = Delta(delta.index)
         ready.merge(delta)
-        if len(ready.tokens) >= self.least or ready.finish is not None or ready.error is not None:
+        if len(ready.tokens) >= self.least or not delta.tokens or ready.finish is not None or ready.error is not None:
             self.waits = False
             self._wakeup.set()
 

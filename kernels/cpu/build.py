@@ -2,7 +2,7 @@
 
 Called by `native` at first use and by the set-up (`python -m cohort.kernels.cpu.build FOLDER`); in a container with
 `--built FOLDER`, where its image has what was compiled while it was made: right for a processor of the same kind. Runs
-the compiler directly: four files need no build system. Two processes that build at once are serialised by a file lock,
+the compiler directly: a few files need no build system. Two processes that build at once are serialised by a file lock,
 and the library appears by an atomic rename, so a reader never sees half of one. Never loads the library.
 """
 
@@ -127,7 +127,7 @@ def _compile(compiler: str, work: Path, report: Callable[[str], None]) -> Path:
     root = Path(torch.__file__).parent
     include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    sources = sorted(SOURCE_DIR.glob("*.cpp"))
+    sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first
     objects = [work / f"{source.stem}.o" for source in sources]
     report(f"compiling 0/{len(sources)}")
     with ThreadPoolExecutor(max_workers=max(1, min(len(sources), os.cpu_count() or 1))) as pool:
@@ -194,9 +194,7 @@ def main() -> int:
     started_s = time.monotonic()
 
     def show(message: str) -> None:
-        end = "" if sys.stdout.isatty() else "\n"
-        start = "\r\x1b[K" if sys.stdout.isatty() else ""
-        print(f"{start}kernels: {message} ({time.monotonic() - started_s:.0f} s)", end=end, flush=True)
+        print(f"kernels: {message} ({time.monotonic() - started_s:.0f} s)", flush=True)
 
     try:
         if options.built is not None and not take_built(options.built, cache):
@@ -204,11 +202,9 @@ def main() -> int:
         path = build(cache, show)
     except KernelBuildError as error:
         show("not built; the torch reference will be used")
-        print(f"\n{error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     show(f"ready: {path}")
-    if sys.stdout.isatty():
-        print()
     return 0
 
 

@@ -1,7 +1,6 @@
 // The operators as torch sees them; see kernels/*.py for what each means.
 #pragma once
 
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
@@ -57,15 +56,5 @@ void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at
                     const std::optional<at::Tensor>& offsets, int64_t group, int64_t zero, int64_t unit, bool gated,
                     at::Tensor& panels);
 at::Tensor huge_zeros(int64_t bytes);
-void llama_layers(at::TensorList input_norms, at::TensorList qkv_panels,
-                  const c10::List<std::optional<at::Tensor>>& qkv_biases,
-                  const c10::List<std::optional<at::Tensor>>& q_norms,
-                  const c10::List<std::optional<at::Tensor>>& k_norms, at::TensorList out_panels,
-                  at::TensorList mlp_norms, at::TensorList gated_panels, at::TensorList down_panels,
-                  at::IntArrayRef windows, double eps, double scale, const at::Tensor& cos, const at::Tensor& sin,
-                  const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& query_start,
-                  const at::Tensor& context_lens, const at::Tensor& block_tables,
-                  const std::optional<at::Tensor>& directions, at::Tensor& kv, at::Tensor& residual,
-                  at::Tensor& normed, at::Tensor& qkv, at::Tensor& attended, at::Tensor& activated);
 
 }  // namespace cohort

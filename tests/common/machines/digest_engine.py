@@ -15,7 +15,6 @@ other row may ever find it.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -29,7 +28,6 @@ from cohort.common.policies.padding import row_padding
 from cohort.common.sequence import Row
 from cohort.common.types import Attempt
 from cohort.common.virtual_cluster.plugins import Flight, WorkerNode
-from tests.examples import nightly
 
 if TYPE_CHECKING:
     from cohort.common.virtual_cluster.cluster import VirtualCluster
@@ -38,11 +36,6 @@ BLOCK = 4
 VOCABULARY = 50
 STOP_TOKEN = 8
 """An even one: of each output all digests but the first are."""
-
-
-CHECKED = 1 if nightly() else 5
-"""Invariants are checked whenever so many words were told; to check takes a third of a run's time. What is broken stays
-so, as a rule: it is found some words later, or at the end."""
 
 
 def digests(tokens: list[int]) -> list[int]:
@@ -138,7 +131,6 @@ class DigestEngine:
         self._moments = Random(17) if plan_ahead else None
         self._acceptance, self._guesses = acceptance, Random(18)
         self._lateness, self._chances, self.late_rows = lateness, Random(19), 0
-        self._told = itertools.count()
 
     def memory(self, node: WorkerNode) -> Memory:
         memory = self._memories.get(node)
@@ -187,7 +179,7 @@ class DigestEngine:
         pass
 
     def after_events(self, node: WorkerNode, events: tuple[object, ...], effects: list[object]) -> None:
-        if not silent(events, effects) and next(self._told) % CHECKED == 0:
+        if not silent(events, effects):
             node.worker.check()
 
     def died(self, node: WorkerNode) -> None:

@@ -95,7 +95,7 @@ def test_page_terminal_and_metrics_agree(tmp_path: Path, small_model: Path) -> N
         monitor = f"http://127.0.0.1:{pipeline.config.monitor.port}"
         idle = agree(monitor)
         assert idle["output_tokens_per_s"] == 0.0 and idle["refused"] == {} and idle["failed"] == 0
-        assert "standby" in terminal(monitor)
+        assert "idle" in terminal(monitor)
         since_s = time.monotonic()
         bodies = [
             {"prompt": "Once upon a time", "max_tokens": 6 + n % 5, "cohort": {"class": ("rt", "be")[n % 4 == 3]}}

@@ -14,17 +14,28 @@
 // KV once. Few columns are bound by reading the cache, so the next tile is asked for among this tile's arithmetic.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "attention_few.h"
 
 namespace cohort {
 
+// How a task multiplies: keys and values read where they lie, or packed; and these by vectors or by the matrix unit. The unit
+// sums in an order of its own: where it is there, all tasks in its type use it.
+enum class Way { kInPlace, kPacked, kMatrixUnit };
+
+template <Way kWay>
+constexpr int kMost = kWay == Way::kInPlace ? kFew : kWay == Way::kPacked ? kRows : kUnitRows;  // columns at once
+template <Way kWay>
+constexpr int kSpan = kWay == Way::kMatrixUnit ? 2 * kWide : kWide;  // tokens at once
+constexpr int kMostSpan = 2 * kWide;
+
 // Where the tokens of a tile lie; the task's first head, others `head_stride` apart.
 struct TileRows {
   const char* keys[kTile];
   int64_t begin = 0;         // the tile's first position
-  int first = 0, count = 0;  // tokens in [first, count) are the task's; whole vectors around them have a row as well
+  int first = 0, count = 0;  // tokens in [first, count) are the task's; whole spans around them have a row as well
 
   template <typename T>
   void find(const Step<T>& step, const Task& task, int64_t tile) {
@@ -48,8 +59,8 @@ struct TileRows {
     }
     if (count == first) return;
     // Slots that hold none of the task's tokens are never read: nobody may have written them, or another by now.
-    for (int t = first / kWide * kWide; t < first; ++t) keys[t] = keys[first];
-    for (int t = count; t % kWide; ++t) keys[t] = keys[count - 1];
+    for (int t = first / kMostSpan * kMostSpan; t < first; ++t) keys[t] = keys[first];
+    for (int t = count; t % kMostSpan; ++t) keys[t] = keys[count - 1];
   }
 };
 
@@ -119,21 +130,42 @@ struct TokenRows {
   }
 };
 
+#if defined(COHORT_MATRIX_UNIT)
+template <Way kWay>
+using UnitOf = std::conditional_t<kWay == Way::kMatrixUnit, MatrixUnit, int>;
+#else
+template <Way kWay>
+using UnitOf = int;
+#endif
+
+// c[m][n] = Σ_k a[m][k] · b[k][n] for at most kMost columns and kVectors vectors; steps in floats
+template <Way kWay, typename T>
+inline void multiply(const UnitOf<kWay>& unit, int rows, int vectors, int depth, const float* a, int64_t a_stride,
+                     const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+  if constexpr (std::is_same_v<UnitOf<kWay>, int>) {
+    multiply<T>(rows, vectors, depth, a, a_stride, b, b_stride, c, c_stride);
+  } else {
+    for (int v = 0; v < vectors; v += 2) {
+      unit.multiply(v + 1 < vectors, depth, a, 4 * a_stride, b + v * kWide, 4 * b_stride, c + v * kWide, 4 * c_stride);
+    }
+  }
+}
+
 // One task's arrays; `kt` and `vt` hold a tile of one head, where it is packed.
 struct TileScratch {
   float *query, *sums, *maximum, *kt, *vt, *scores, *weights, *found;
 };
 
-// What the columns of one kv head do in one tile, `offset` bytes behind the task's first head. `kFewColumns`: keys and values
-// are read where they lie, else they are packed. `query`, `sums` and `maximum`: of the head; `partial`: of the head and
-// tile, or null where the task merges tiles itself. `own` asks for what is left of this tile, `ahead` for what is next.
-template <bool kFewColumns, typename T>
-inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& rows, int64_t offset,
+// What the columns of one kv head do in one tile, `offset` bytes behind the task's first head. `query` (of `units` units),
+// `sums` and `maximum`: of the head; `partial`: of the head and tile, or null where the task merges tiles itself. `own` asks
+// for what is left of this tile, `ahead` for what is next.
+template <Way kWay, typename T>
+inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& rows, int64_t offset, int units,
                         const TileScratch& at, float* partial, Ahead& own, Ahead& ahead) {
   using U = Units<T>;
-  constexpr int kMost = kFewColumns ? kFew : kRows;
+  constexpr int kMost = cohort::kMost<kWay>, kSpan = cohort::kSpan<kWay>;
   const int head_dim = step.cache.head_dim, group = step.group, columns = columns_of(task, group);
-  const int units = units_of<T>(head_dim), floats = sum_floats(head_dim), width = floats - kWide;
+  const int floats = sum_floats(head_dim), width = floats - kWide;
   const int queries = step.query_start[task.row + 1] - step.query_start[task.row];
   const int64_t first_position = step.context_lens[task.row] - queries + task.query_begin;
   const int groups = (columns + kMost - 1) / kMost;
@@ -146,8 +178,9 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
   };
   for (int g = 0; g < groups; ++g) {
     const int from = columns * g / groups, to = columns * (g + 1) / groups, count = to - from;
-    const int first = seen(from).first / kWide * kWide, last = (seen(to - 1).second + kWide - 1) / kWide * kWide;
-    if constexpr (kFewColumns) {
+    const int first = seen(from).first / kSpan * kSpan, last = (seen(to - 1).second + kSpan - 1) / kSpan * kSpan;
+    [[maybe_unused]] const UnitOf<kWay> unit(count);
+    if constexpr (kWay == Way::kInPlace) {
       for (int t = first; t < last; t += kWide) {
         score_columns<T>(count, rows.keys + t, offset, units, at.query + int64_t(from) * units, at.scores + t, kTile);
         own.take();
@@ -156,8 +189,8 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
     } else {
       for (int stripe = first / kStripe * kStripe; stripe < last; stripe += kStripe) {
         const int vectors = std::min(kVectors, (last - stripe) / kWide);
-        multiply<T>(count, vectors, units, at.query + int64_t(from) * units, units, at.kt + int64_t(stripe) * units,
-                    kStripe, at.scores + stripe, kTile);
+        multiply<kWay, T>(unit, count, vectors, units, at.query + int64_t(from) * units, units,
+                          at.kt + int64_t(stripe) * units, kStripe, at.scores + stripe, kTile);
         ahead.take();
       }
     }
@@ -169,7 +202,7 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
       if (begin >= end) best[m] = kMasked;
     }
     const int tokens = std::max(0, last - first);
-    if constexpr (kFewColumns) {
+    if constexpr (kWay == Way::kInPlace) {
       for (int m = 0; m < count; m += kRows) {
         add_columns<T>(std::min(kRows, count - m), width / kWide, rows.keys + first, offset + step.cache.value_offset,
                        tokens, at.weights + m * kTile + first / U::kElements, kTile, at.found + m * floats, floats,
@@ -177,9 +210,9 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
       }
     } else {
       for (int d = 0; d < width; d += kStripe) {
-        multiply<T>(count, std::min(kVectors, (width - d) / kWide), tokens / U::kElements,
-                    at.weights + first / U::kElements, kTile, at.vt + int64_t(first / U::kElements) * width + d, width,
-                    at.found + d, floats);
+        multiply<kWay, T>(unit, count, std::min(kVectors, (width - d) / kWide), tokens / U::kElements,
+                          at.weights + first / U::kElements, kTile, at.vt + int64_t(first / U::kElements) * width + d,
+                          width, at.found + d, floats);
         ahead.take();
       }
     }
@@ -196,19 +229,20 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
   }
 }
 
-// `partial`: [tile of the merge group][column], or null.
-template <typename T>
-void attend(const Step<T>& step, const Task& task, float* partial, int64_t partial_tile, Scratch& scratch) {
+template <Way kWay, typename T>
+void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t partial_tile, Scratch& scratch) {
   using U = Units<T>;
+  constexpr int kMost = cohort::kMost<kWay>, kSpan = cohort::kSpan<kWay>;
+  constexpr int kUnits = kWay == Way::kMatrixUnit ? kUnitPairs : 1;
   const int head_dim = step.cache.head_dim, heads = task.kv_heads, columns = columns_of(task, step.group);
-  const int units = units_of<T>(head_dim), floats = sum_floats(head_dim), width = floats - kWide;
+  const int units = (units_of<T>(head_dim) + kUnits - 1) / kUnits * kUnits;
+  const int floats = sum_floats(head_dim), width = floats - kWide;
   const CacheView& cache = step.cache;
   const int64_t head_stride = cache.head_stride();
   const int64_t all = int64_t(heads) * columns;
-  const bool few = columns <= kMostFew && read_in_place<T>(cache);
+  constexpr bool few = kWay == Way::kInPlace;
   const size_t packed_keys = few ? 0 : size_t(kTile) * units;
   const size_t packed_values = few ? 0 : size_t(kTile) / U::kElements * width;
-  constexpr int kMost = std::max(kRows, kFew);
   const size_t read = cache.fp8 ? size_t(kWide) * head_dim : 0;  // floats, of which bfloat16 takes half
   scratch.reset(all * (units + floats + 1) + packed_keys + packed_values + kMost * (2 * kTile + floats) + read +
                 9 * 16);
@@ -230,7 +264,7 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
     const T* from = step.query + token * step.query_token_stride + head * step.query_head_stride;
     float* to = query + i * units;
     if constexpr (sizeof(T) * U::kElements == sizeof(float)) {
-      to[units - 1] = 0.0f;  // half of it may stay so
+      std::fill(to + head_dim / U::kElements, to + units, 0.0f);
       std::memcpy(to, from, sizeof(T) * head_dim);
     } else {
       for (int d = 0; d < head_dim; ++d) to[d] = to_float(from[d]);
@@ -239,7 +273,7 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
   }
   std::fill(sums, sums + all * floats, 0.0f);
 
-  const int groups = (columns + kRows - 1) / kRows;
+  const int groups = (columns + kMost - 1) / kMost;
   const int products = groups * ((kTile + kStripe - 1) / kStripe + (width + kStripe - 1) / kStripe);
   TileRows kept[2];
   kept[0].find(step, task, task.first_tile() * kTile);
@@ -247,8 +281,8 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
   for (int64_t tile = task.first_tile(); tile * kTile < task.kv_end; ++tile, now = 1 - now) {
     const TileRows& rows = kept[now];
     kept[1 - now].find(step, task, (tile + 1) * kTile);  // none, at the end
-    const int begin = rows.first / kWide * kWide;
-    const int vectors = (rows.count - begin + kWide - 1) / kWide;
+    const int begin = rows.first / kSpan * kSpan;
+    const int vectors = (rows.count - begin + kSpan - 1) / kSpan * (kSpan / kWide), end = begin + vectors * kWide;
     for (int head = 0; head < heads; ++head) {
       const bool same = head + 1 < heads;
       at.query = query + head * columns * int64_t(units);
@@ -264,26 +298,36 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
       Ahead own(rows, offset, cache, unasked ? vectors : 0);
       if (few) {
         own.take();
-        attend_tile<true>(step, task, rows, offset, at, of_tile, own, ahead);
+        attend_tile<kWay>(step, task, rows, offset, units, at, of_tile, own, ahead);
         continue;
       }
-      for (int t = begin; t < rows.count; t += kWide) {
+      for (int t = begin; t < end; t += kWide) {
         const TokenRows<T> keys(cache, rows.keys + t, offset, place);
-        pack_keys(keys.rows, head_dim, at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
+        pack_keys(keys.rows, head_dim, units, at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
         ahead.take();
       }
-      for (int t = begin; t < rows.count; t += kWide) {
+      for (int t = begin; t < end; t += kWide) {
         const TokenRows<T> values(cache, rows.keys + t, offset + cache.value_offset, place);
         pack_values(values.rows, head_dim, width, at.vt + int64_t(t) / U::kElements * width);
         ahead.take();
       }
-      attend_tile<false>(step, task, rows, offset, at, of_tile, own, ahead);
+      attend_tile<kWay>(step, task, rows, offset, units, at, of_tile, own, ahead);
     }
   }
   if (partial) return;
   for (int64_t i = 0; i < all; ++i) {
     write_column(step, task, int(task.kv_head + i / columns), int(i % columns), sums + i * floats, maximum[i]);
   }
+}
+
+// `partial`: [tile of the merge group][column], or null.
+template <typename T>
+void attend(const Step<T>& step, const Task& task, float* partial, int64_t partial_tile, Scratch& scratch) {
+  if (by_matrix_unit<T>()) return attend_by<Way::kMatrixUnit>(step, task, partial, partial_tile, scratch);
+  if (columns_of(task, step.group) <= kMostFew && read_in_place<T>(step.cache)) {
+    return attend_by<Way::kInPlace>(step, task, partial, partial_tile, scratch);
+  }
+  attend_by<Way::kPacked>(step, task, partial, partial_tile, scratch);
 }
 
 }  // namespace cohort

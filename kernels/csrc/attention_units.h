@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "matrix_unit.h"
 
 namespace cohort {
 
@@ -49,6 +50,12 @@ struct Units<bf16> {
 };
 #endif
 
+// Whether the matrix unit multiplies what is in T.
+template <typename T>
+inline bool by_matrix_unit() {
+  return Units<T>::kElements == 2 && matrix_unit_granted();
+}
+
 template <typename T>
 inline int units_of(int elements) {
   return (elements + Units<T>::kElements - 1) / Units<T>::kElements;
@@ -65,11 +72,10 @@ inline Simd<kWide>::F load_units(const T* row, int first, int head_dim) {
   return Units<T>::load(some);
 }
 
-// keys[unit][token] of W tokens, in rows of kStripe
+// keys[unit][token] of W tokens, in rows of kStripe; `units` of head_dim may be more than there are: zeros
 template <typename T>
-inline void pack_keys(const T* const* rows, int head_dim, float* keys) {
+inline void pack_keys(const T* const* rows, int head_dim, int units, float* keys) {
   using S = Simd<kWide>;
-  const int units = units_of<T>(head_dim);
   for (int first = 0; first < units; first += kWide) {
     S::F square[kWide];
     for (int t = 0; t < kWide; ++t) square[t] = load_units(rows[t], first, head_dim);

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 
+#include "matrix_unit.h"
 #include "ops.h"
 #include "panels.h"
 #include "quantized.h"
@@ -90,6 +91,25 @@ void tile_of(int rows, const T* x, int64_t x_stride, const T* panel, int64_t ste
   }
 }
 
+#if defined(COHORT_MATRIX_UNIT)
+// The same in bfloat16 by the matrix unit, of at most kUnitRows rows.
+void unit_tile(const bf16* x, int64_t x_stride, int rows, const bf16* panel, int64_t pairs, float* sums) {
+  static_assert(kPanel == 32);
+  constexpr int64_t kPairBytes = 4 * kPanel;
+  const int64_t whole = pairs / kUnitPairs * kUnitPairs;
+  const MatrixUnit unit(rows);
+  unit.zero(true);
+  unit.add<kAheadBytes>(true, whole, x, 2 * x_stride, panel, kPairBytes);
+  if (whole < pairs) {  // the rest beside zeros
+    alignas(64) bf16 inputs[kUnitRows][2 * kUnitPairs] = {}, weights[kUnitPairs][2 * kPanel] = {};
+    for (int m = 0; m < rows; ++m) std::copy(x + m * x_stride + 2 * whole, x + m * x_stride + 2 * pairs, inputs[m]);
+    std::copy(panel + whole * 2 * kPanel, panel + pairs * 2 * kPanel, weights[0]);
+    unit.add(true, kUnitPairs, inputs, sizeof(inputs[0]), weights, kPairBytes);
+  }
+  unit.store(true, sums, sizeof(float) * kPanel);
+}
+#endif
+
 // Calls `finish(row, panel, sums)` with the float32 sums [kPanel] of every row and panel.
 template <typename T, typename Finish>
 void multiply(const at::Tensor& x, const at::Tensor& panels, Finish&& finish) {
@@ -98,10 +118,20 @@ void multiply(const at::Tensor& x, const at::Tensor& panels, Finish&& finish) {
   const T* packed = static_cast<const T*>(panels.const_data_ptr());
   const int64_t rows = x.size(0), x_stride = x.stride(0), count = panels.size(0), steps = panels.size(1);
   const int64_t panel_size = steps * P::kInputs * kPanel;
+#if defined(COHORT_MATRIX_UNIT)
+  if constexpr (P::kInputs == 2) {
+    if (matrix_unit_granted()) {
+      auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
+        unit_tile(input + first * x_stride, x_stride, count, packed + panel * panel_size, steps, sums);
+      };
+      return for_each_panel<kUnitRows>(rows, 4 * steps, count, rows * count * panel_size, sums_of, finish);
+    }
+  }
+#endif
   auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
     tile_of<T>(count, input + first * x_stride, x_stride, packed + panel * panel_size, steps, sums);
   };
-  for_each_panel<kMaxRows>(rows, count, rows * count * panel_size, sums_of, finish);
+  for_each_panel<kMaxRows>(rows, steps * P::kInputs * int64_t(sizeof(T)), count, rows * count * panel_size, sums_of, finish);
 }
 
 bool is_float(const at::Tensor& x) {

@@ -221,7 +221,7 @@ void multiply_as(const at::Tensor& x, const Part& part, Finish&& finish) {
     tile_of<Bits, U, kOffsets>(count, to + first * units, units, strips, sums);
     tile_of<Bits, U, kOffsets>(count, to + first * units, units, strips + strip, sums + kWide);
   };
-  for_each_panel<kTileRows>(rows, header.panels(), work, sums_of, finish);
+  for_each_panel<kTileRows>(rows, inputs, header.panels(), work, sums_of, finish);
 }
 
 template <typename T, typename Finish>
@@ -237,7 +237,7 @@ void multiply_e4m3(const at::Tensor& x, const Part& part, Finish&& finish) {
     e4m3_tile_of<T, kTileRows>(count, from, x_stride, inputs, group, strips, sums);
     e4m3_tile_of<T, kTileRows>(count, from, x_stride, inputs, group, strips + strip, sums + kWide);
   };
-  for_each_panel<kTileRows>(rows, header.panels(), work, sums_of, finish);
+  for_each_panel<kTileRows>(rows, inputs * int64_t(sizeof(T)), header.panels(), work, sums_of, finish);
 }
 
 template <typename T, typename Finish>

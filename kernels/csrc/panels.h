@@ -18,21 +18,27 @@ constexpr int kPanel = 2 * kWide;                   // outputs of a panel
 constexpr int64_t kAheadBytes = 4096;               // how far ahead weights are asked for
 constexpr int64_t kWorthThreads = 1 << 17;          // multiply-adds; less is done before a second thread wakes
 constexpr int64_t kPanelsPerThread = 8;             // with fewer, rows are shared out too, so that threads end together
+constexpr int64_t kRowBytes = 1 << 19;              // of rows that pass all panels before the next do: they stay in the cache
+constexpr int64_t kFewestRows = 128;                // but so many, so that panels are read seldom
 
-// Every row of every panel, in tiles of at most `kRows` rows; `work`: multiply-adds of all.
+// Every row of every panel, in tiles of at most `kRows` rows of `row_bytes` each; `work`: multiply-adds of all.
 template <int kRows, typename Tile, typename Finish>
-void for_each_panel(int64_t rows, int64_t count, int64_t work, Tile&& tile, Finish&& finish) {
+void for_each_panel(int64_t rows, int64_t row_bytes, int64_t count, int64_t work, Tile&& tile, Finish&& finish) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int64_t threads = at::get_num_threads();
   const int64_t shares = count < kPanelsPerThread * threads ? std::min(blocks, threads) : 1;
+  const int64_t together = (std::max(kFewestRows, kRowBytes / std::max<int64_t>(1, row_bytes)) + kRows - 1) / kRows;
   at::parallel_for(0, count * shares, work < kWorthThreads ? count * shares : 1, [&](int64_t begin, int64_t end) {
     float sums[kRows * kPanel];
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t panel = unit / shares, share = unit % shares;
-      for (int64_t block = blocks * share / shares; block < blocks * (share + 1) / shares; ++block) {
-        const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
-        tile(first, int(last - first), panel, sums);
-        for (int64_t row = first; row < last; ++row) finish(row, panel, sums + (row - first) * kPanel);
+    for (int64_t from = 0; from < blocks; from += together) {
+      for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t panel = unit / shares, share = unit % shares;
+        const int64_t to = std::min(from + together, blocks * (share + 1) / shares);
+        for (int64_t block = std::max(from, blocks * share / shares); block < to; ++block) {
+          const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
+          tile(first, int(last - first), panel, sums);
+          for (int64_t row = first; row < last; ++row) finish(row, panel, sums + (row - first) * kPanel);
+        }
       }
     }
   });

@@ -1,0 +1,130 @@
+// The matrix unit of a processor that has one for bfloat16 (AMX): an instruction multiplies 16 rows by 16 outputs over 32
+// inputs, that is 16 pairs. Its second operand has the outputs' pairs side by side, as panels, packed keys and packed values
+// have them. An element is one chain over the inputs, by 32: its bits do not depend on what is computed beside it.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define COHORT_MATRIX_UNIT 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <algorithm>
+
+namespace cohort {
+
+constexpr int kUnitRows = 32;   // rows of a block: two operands of 16, so that four sums keep the unit busy
+constexpr int kUnitPairs = 16;  // pairs of inputs of an instruction
+
+#if !defined(COHORT_MATRIX_UNIT)
+
+inline bool matrix_unit_granted() { return false; }
+
+#else
+
+// Whether the system lets this process use the unit: asked once, for all its threads and what it forks.
+inline bool matrix_unit_granted() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+}
+
+// The compiler's intrinsics for tiles do not say what memory they read and write.
+inline void tiles_meet_memory() { asm volatile("" ::: "memory"); }
+
+// The unit, set up for blocks of `rows` rows, at most kUnitRows, until the end of the scope.
+class MatrixUnit {
+ public:
+  explicit MatrixUnit(int rows) : lower_(rows > kHalf) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    static_assert(sizeof(shape) == 64);
+    for (int t : {0, 1, 4}) shape.rows[t] = uint8_t(std::min(rows, kHalf));
+    for (int t : {2, 3, 5}) shape.rows[t] = uint8_t(std::max(rows - kHalf, 0));
+    for (int t : {6, 7}) shape.rows[t] = kUnitPairs;
+    for (int t = 0; t < 8; ++t) shape.bytes[t] = shape.rows[t] ? 64 : 0;
+    tiles_meet_memory();
+    _tile_loadconfig(&shape);
+  }
+  ~MatrixUnit() { _tile_release(); }
+  MatrixUnit(const MatrixUnit&) = delete;
+  MatrixUnit& operator=(const MatrixUnit&) = delete;
+
+  // c[row][output] = Σ a[row][pair] · b[pair][output] of 32 outputs, or with `wide` false of 16; a pair takes four bytes, and
+  // steps are in bytes. `pairs` is a multiple of kUnitPairs. `ahead`, if not 0: how far behind what is read `b` is asked for.
+  template <int kAhead = 0>
+  void multiply(bool wide, int64_t pairs, const void* a, int64_t a_step, const void* b, int64_t b_step, float* c,
+                int64_t c_step) const {
+    zero(wide);
+    add<kAhead>(wide, pairs, a, a_step, b, b_step);
+    store(wide, c, c_step);
+  }
+
+  void zero(bool wide) const {
+    _tile_zero(0);
+    if (wide) _tile_zero(1);
+    if (!lower_) return;
+    _tile_zero(2);
+    if (wide) _tile_zero(3);
+  }
+
+  template <int kAhead = 0>
+  void add(bool wide, int64_t pairs, const void* a, int64_t a_step, const void* b, int64_t b_step) const {
+    tiles_meet_memory();
+    if (wide) return lower_ ? add_pairs<true, true, kAhead>(pairs, a, a_step, b, b_step)
+                            : add_pairs<true, false, kAhead>(pairs, a, a_step, b, b_step);
+    lower_ ? add_pairs<false, true, kAhead>(pairs, a, a_step, b, b_step)
+           : add_pairs<false, false, kAhead>(pairs, a, a_step, b, b_step);
+  }
+
+  void store(bool wide, float* c, int64_t step) const {
+    _tile_stored(0, c, step);
+    if (wide) _tile_stored(1, c + 16, step);
+    if (lower_) {
+      float* below = c + kHalf * step / int64_t(sizeof(float));
+      _tile_stored(2, below, step);
+      if (wide) _tile_stored(3, below + 16, step);
+    }
+    tiles_meet_memory();
+  }
+
+ private:
+  static constexpr int kHalf = kUnitRows / 2;
+
+  template <bool kWideBlock, bool kLower, int kAhead>
+  static void add_pairs(int64_t pairs, const void* a_rows, int64_t a_step, const void* b_rows, int64_t b_step) {
+    const char* a = static_cast<const char*>(a_rows);
+    const char* b = static_cast<const char*>(b_rows);
+    for (int64_t pair = 0; pair < pairs; pair += kUnitPairs, a += 4 * kUnitPairs, b += kUnitPairs * b_step) {
+      if constexpr (kAhead > 0) {
+        for (int p = 0; p < kUnitPairs; ++p) {
+          __builtin_prefetch(b + kAhead + p * b_step, 0, 3);
+          if constexpr (kWideBlock) __builtin_prefetch(b + kAhead + p * b_step + 64, 0, 3);
+        }
+      }
+      _tile_loadd(6, b, b_step);
+      _tile_loadd(4, a, a_step);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (kWideBlock) {
+        _tile_loadd(7, b + 64, b_step);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (kLower) {
+        _tile_loadd(5, a + kHalf * a_step, a_step);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (kWideBlock) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+
+  bool lower_;
+};
+
+#endif
+
+}  // namespace cohort

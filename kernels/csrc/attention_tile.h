@@ -130,25 +130,29 @@ struct TokenRows {
   }
 };
 
-#if defined(COHORT_MATRIX_UNIT)
-template <Way kWay>
-using UnitOf = std::conditional_t<kWay == Way::kMatrixUnit, MatrixUnit, int>;
-#else
-template <Way kWay>
-using UnitOf = int;
-#endif
-
-// c[m][n] = Σ_k a[m][k] · b[k][n] for at most kMost columns and kVectors vectors; steps in floats
+// c[m][n] = Σ_k a[m][k] · b[k][n] for at most kMost columns and kVectors vectors; steps in floats. By the unit, rows of `c` up
+// to the next sixteen are written, too.
 template <Way kWay, typename T>
-inline void multiply(const UnitOf<kWay>& unit, int rows, int vectors, int depth, const float* a, int64_t a_stride,
-                     const float* b, int64_t b_stride, float* c, int64_t c_stride) {
-  if constexpr (std::is_same_v<UnitOf<kWay>, int>) {
-    multiply<T>(rows, vectors, depth, a, a_stride, b, b_stride, c, c_stride);
-  } else {
+inline void multiply(int rows, int vectors, int depth, const float* a, int64_t a_stride, const float* b,
+                     int64_t b_stride, float* c, int64_t c_stride) {
+#if defined(COHORT_MATRIX_UNIT)
+  if constexpr (kWay == Way::kMatrixUnit) {
     for (int v = 0; v < vectors; v += 2) {
-      unit.multiply(v + 1 < vectors, depth, a, 4 * a_stride, b + v * kWide, 4 * b_stride, c + v * kWide, 4 * c_stride);
+      auto by = [&]<bool kTall, bool kWideBlock>() {
+        MatrixUnit::multiply<kTall, kWideBlock>(depth, a, 4 * a_stride, b + v * kWide, 4 * b_stride, c + v * kWide,
+                                                4 * c_stride);
+      };
+      const bool wide = v + 1 < vectors;
+      if (rows > kUnitRows / 2) {
+        wide ? by.template operator()<true, true>() : by.template operator()<true, false>();
+      } else {
+        wide ? by.template operator()<false, true>() : by.template operator()<false, false>();
+      }
     }
+    return;
   }
+#endif
+  multiply<T>(rows, vectors, depth, a, a_stride, b, b_stride, c, c_stride);
 }
 
 // One task's arrays; `kt` and `vt` hold a tile of one head, where it is packed.
@@ -179,7 +183,6 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
   for (int g = 0; g < groups; ++g) {
     const int from = columns * g / groups, to = columns * (g + 1) / groups, count = to - from;
     const int first = seen(from).first / kSpan * kSpan, last = (seen(to - 1).second + kSpan - 1) / kSpan * kSpan;
-    [[maybe_unused]] const UnitOf<kWay> unit(count);
     if constexpr (kWay == Way::kInPlace) {
       for (int t = first; t < last; t += kWide) {
         score_columns<T>(count, rows.keys + t, offset, units, at.query + int64_t(from) * units, at.scores + t, kTile);
@@ -189,7 +192,7 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
     } else {
       for (int stripe = first / kStripe * kStripe; stripe < last; stripe += kStripe) {
         const int vectors = std::min(kVectors, (last - stripe) / kWide);
-        multiply<kWay, T>(unit, count, vectors, units, at.query + int64_t(from) * units, units,
+        multiply<kWay, T>(count, vectors, units, at.query + int64_t(from) * units, units,
                           at.kt + int64_t(stripe) * units, kStripe, at.scores + stripe, kTile);
         ahead.take();
       }
@@ -210,7 +213,7 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
       }
     } else {
       for (int d = 0; d < width; d += kStripe) {
-        multiply<kWay, T>(unit, count, std::min(kVectors, (width - d) / kWide), tokens / U::kElements,
+        multiply<kWay, T>(count, std::min(kVectors, (width - d) / kWide), tokens / U::kElements,
                           at.weights + first / U::kElements, kTile, at.vt + int64_t(first / U::kElements) * width + d,
                           width, at.found + d, floats);
         ahead.take();
@@ -240,11 +243,13 @@ void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t pa
   const CacheView& cache = step.cache;
   const int64_t head_stride = cache.head_stride();
   const int64_t all = int64_t(heads) * columns;
+  constexpr int kRoom = kWay == Way::kMatrixUnit ? kUnitRows / 2 : 0;  // the unit reads columns by sixteen
   constexpr bool few = kWay == Way::kInPlace;
   const size_t packed_keys = few ? 0 : size_t(kTile) * units;
   const size_t packed_values = few ? 0 : size_t(kTile) / U::kElements * width;
   const size_t read = cache.fp8 ? size_t(kWide) * head_dim : 0;  // floats, of which bfloat16 takes half
-  scratch.reset(all * (units + floats + 1) + packed_keys + packed_values + kMost * (2 * kTile + floats) + read +
+  [[maybe_unused]] const std::conditional_t<kWay == Way::kMatrixUnit, MatrixUnit, int> unit{};
+  scratch.reset(all * (units + floats + 1) + kRoom * units + packed_keys + packed_values + kMost * (2 * kTile + floats) + read +
                 9 * 16);
   TileScratch at;
   at.kt = scratch.take(packed_keys);
@@ -252,7 +257,7 @@ void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t pa
   at.scores = scratch.take(kMost * kTile);
   at.weights = scratch.take(kMost * kTile);
   at.found = scratch.take(kMost * floats);
-  float* query = scratch.take(all * units);
+  float* query = scratch.take((all + kRoom) * units);
   float* sums = scratch.take(all * floats);
   float* maximum = scratch.take(all);
   T* place = reinterpret_cast<T*>(scratch.take(read));

@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "matrix_unit.h"
 #include "ops.h"
@@ -92,21 +93,33 @@ void tile_of(int rows, const T* x, int64_t x_stride, const T* panel, int64_t ste
 }
 
 #if defined(COHORT_MATRIX_UNIT)
-// The same in bfloat16 by the matrix unit, of at most kUnitRows rows.
-void unit_tile(const bf16* x, int64_t x_stride, int rows, const bf16* panel, int64_t pairs, float* sums) {
+// The same in bfloat16 by the matrix unit, of a panel and 16 or, with kTall, 32 rows.
+template <bool kTall>
+void unit_tile(const bf16* x, int64_t x_stride, const bf16* panel, int64_t pairs, float* sums) {
   static_assert(kPanel == 32);
   constexpr int64_t kPairBytes = 4 * kPanel;
   const int64_t whole = pairs / kUnitPairs * kUnitPairs;
-  const MatrixUnit unit(rows);
-  unit.zero(true);
-  unit.add<kAheadBytes>(true, whole, x, 2 * x_stride, panel, kPairBytes);
+  MatrixUnit::zero<kTall, true>();
+  MatrixUnit::add<kTall, true, kAheadBytes>(whole, x, 2 * x_stride, panel, kPairBytes);
   if (whole < pairs) {  // the rest beside zeros
     alignas(64) bf16 inputs[kUnitRows][2 * kUnitPairs] = {}, weights[kUnitPairs][2 * kPanel] = {};
-    for (int m = 0; m < rows; ++m) std::copy(x + m * x_stride + 2 * whole, x + m * x_stride + 2 * pairs, inputs[m]);
+    for (int m = 0; m < (kTall ? kUnitRows : kUnitRows / 2); ++m) {
+      std::copy(x + m * x_stride + 2 * whole, x + m * x_stride + 2 * pairs, inputs[m]);
+    }
     std::copy(panel + whole * 2 * kPanel, panel + pairs * 2 * kPanel, weights[0]);
-    unit.add(true, kUnitPairs, inputs, sizeof(inputs[0]), weights, kPairBytes);
+    MatrixUnit::add<kTall, true>(kUnitPairs, inputs, sizeof(inputs[0]), weights, kPairBytes);
   }
-  unit.store(true, sums, sizeof(float) * kPanel);
+  MatrixUnit::store<kTall, true>(sums, sizeof(float) * kPanel);
+}
+
+// The last rows of x, fewer than a block, with room behind them: the unit takes them by sixteen.
+const bf16* last_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
+  static thread_local std::vector<bf16> kept;
+  const int64_t first = rows / kUnitRows * kUnitRows;
+  if (rows % (kUnitRows / 2) == 0) return nullptr;
+  if (int64_t(kept.size()) < kUnitRows * inputs) kept.resize(kUnitRows * inputs);
+  for (int64_t m = first; m < rows; ++m) std::copy_n(x + m * x_stride, inputs, kept.data() + (m - first) * inputs);
+  return kept.data();
 }
 #endif
 
@@ -121,10 +134,16 @@ void multiply(const at::Tensor& x, const at::Tensor& panels, Finish&& finish) {
 #if defined(COHORT_MATRIX_UNIT)
   if constexpr (P::kInputs == 2) {
     if (matrix_unit_granted()) {
+      const bf16* last = last_rows(input, x_stride, rows, 2 * steps);
       auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
-        unit_tile(input + first * x_stride, x_stride, count, packed + panel * panel_size, steps, sums);
+        const bool copied = last && count < kUnitRows;
+        const bf16* from = copied ? last : input + first * x_stride;
+        const int64_t stride = copied ? 2 * steps : x_stride;
+        const bf16* weights = packed + panel * panel_size;
+        count > kUnitRows / 2 ? unit_tile<true>(from, stride, weights, steps, sums)
+                              : unit_tile<false>(from, stride, weights, steps, sums);
       };
-      return for_each_panel<kUnitRows>(rows, 4 * steps, count, rows * count * panel_size, sums_of, finish);
+      return for_each_panel<kUnitRows, MatrixUnit>(rows, 4 * steps, count, rows * count * panel_size, sums_of, finish);
     }
   }
 #endif

@@ -15,12 +15,13 @@
 
 namespace cohort {
 
-constexpr int kUnitRows = 32;   // rows of a block: two operands of 16, so that four sums keep the unit busy
+constexpr int kUnitRows = 32;   // rows of a block: two operands of sixteen, so that four sums keep the unit busy
 constexpr int kUnitPairs = 16;  // pairs of inputs of an instruction
 
 #if !defined(COHORT_MATRIX_UNIT)
 
 inline bool matrix_unit_granted() { return false; }
+struct MatrixUnit {};
 
 #else
 
@@ -34,20 +35,17 @@ inline bool matrix_unit_granted() {
 // The compiler's intrinsics for tiles do not say what memory they read and write.
 inline void tiles_meet_memory() { asm volatile("" ::: "memory"); }
 
-// The unit, set up for blocks of `rows` rows, at most kUnitRows, until the end of the scope.
+// The unit, set up for its full shape until the end of the scope: to set it up takes as long as a dozen products. So both
+// operands' rows come by sixteen; what lies in rows that nobody asked for changes no other.
 class MatrixUnit {
  public:
-  explicit MatrixUnit(int rows) : lower_(rows > kHalf) {
+  MatrixUnit() {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shape;
     static_assert(sizeof(shape) == 64);
-    for (int t : {0, 1, 4}) shape.rows[t] = uint8_t(std::min(rows, kHalf));
-    for (int t : {2, 3, 5}) shape.rows[t] = uint8_t(std::max(rows - kHalf, 0));
-    for (int t : {6, 7}) shape.rows[t] = kUnitPairs;
-    for (int t = 0; t < 8; ++t) shape.bytes[t] = shape.rows[t] ? 64 : 0;
     tiles_meet_memory();
     _tile_loadconfig(&shape);
   }
@@ -55,51 +53,30 @@ class MatrixUnit {
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
-  // c[row][output] = Σ a[row][pair] · b[pair][output] of 32 outputs, or with `wide` false of 16; a pair takes four bytes, and
-  // steps are in bytes. `pairs` is a multiple of kUnitPairs. `ahead`, if not 0: how far behind what is read `b` is asked for.
-  template <int kAhead = 0>
-  void multiply(bool wide, int64_t pairs, const void* a, int64_t a_step, const void* b, int64_t b_step, float* c,
-                int64_t c_step) const {
-    zero(wide);
-    add<kAhead>(wide, pairs, a, a_step, b, b_step);
-    store(wide, c, c_step);
+  // c[row][output] = Σ a[row][pair] · b[pair][output] of 16 or, with kTall, 32 rows; of 16 or, with kWideBlock, 32 outputs. A
+  // pair takes four bytes; steps are in bytes; `pairs` is a multiple of kUnitPairs.
+  template <bool kTall, bool kWideBlock>
+  static void multiply(int64_t pairs, const void* a, int64_t a_step, const void* b, int64_t b_step, float* c,
+                       int64_t c_step) {
+    zero<kTall, kWideBlock>();
+    add<kTall, kWideBlock>(pairs, a, a_step, b, b_step);
+    store<kTall, kWideBlock>(c, c_step);
   }
 
-  void zero(bool wide) const {
+  // The three parts of it. `kAhead`, if not 0: how far behind what is read `b` is asked for.
+  template <bool kTall, bool kWideBlock>
+  static void zero() {
     _tile_zero(0);
-    if (wide) _tile_zero(1);
-    if (!lower_) return;
-    _tile_zero(2);
-    if (wide) _tile_zero(3);
+    if constexpr (kWideBlock) _tile_zero(1);
+    if constexpr (kTall) _tile_zero(2);
+    if constexpr (kTall && kWideBlock) _tile_zero(3);
   }
 
-  template <int kAhead = 0>
-  void add(bool wide, int64_t pairs, const void* a, int64_t a_step, const void* b, int64_t b_step) const {
-    tiles_meet_memory();
-    if (wide) return lower_ ? add_pairs<true, true, kAhead>(pairs, a, a_step, b, b_step)
-                            : add_pairs<true, false, kAhead>(pairs, a, a_step, b, b_step);
-    lower_ ? add_pairs<false, true, kAhead>(pairs, a, a_step, b, b_step)
-           : add_pairs<false, false, kAhead>(pairs, a, a_step, b, b_step);
-  }
-
-  void store(bool wide, float* c, int64_t step) const {
-    _tile_stored(0, c, step);
-    if (wide) _tile_stored(1, c + 16, step);
-    if (lower_) {
-      float* below = c + kHalf * step / int64_t(sizeof(float));
-      _tile_stored(2, below, step);
-      if (wide) _tile_stored(3, below + 16, step);
-    }
-    tiles_meet_memory();
-  }
-
- private:
-  static constexpr int kHalf = kUnitRows / 2;
-
-  template <bool kWideBlock, bool kLower, int kAhead>
-  static void add_pairs(int64_t pairs, const void* a_rows, int64_t a_step, const void* b_rows, int64_t b_step) {
+  template <bool kTall, bool kWideBlock, int kAhead = 0>
+  static void add(int64_t pairs, const void* a_rows, int64_t a_step, const void* b_rows, int64_t b_step) {
     const char* a = static_cast<const char*>(a_rows);
     const char* b = static_cast<const char*>(b_rows);
+    tiles_meet_memory();
     for (int64_t pair = 0; pair < pairs; pair += kUnitPairs, a += 4 * kUnitPairs, b += kUnitPairs * b_step) {
       if constexpr (kAhead > 0) {
         for (int p = 0; p < kUnitPairs; ++p) {
@@ -114,15 +91,23 @@ class MatrixUnit {
         _tile_loadd(7, b + 64, b_step);
         _tile_dpbf16ps(1, 4, 7);
       }
-      if constexpr (kLower) {
-        _tile_loadd(5, a + kHalf * a_step, a_step);
+      if constexpr (kTall) {
+        _tile_loadd(5, a + 16 * a_step, a_step);
         _tile_dpbf16ps(2, 5, 6);
         if constexpr (kWideBlock) _tile_dpbf16ps(3, 5, 7);
       }
     }
   }
 
-  bool lower_;
+  template <bool kTall, bool kWideBlock>
+  static void store(float* c, int64_t step) {
+    float* below = reinterpret_cast<float*>(reinterpret_cast<char*>(c) + 16 * step);
+    _tile_stored(0, c, step);
+    if constexpr (kWideBlock) _tile_stored(1, c + 16, step);
+    if constexpr (kTall) _tile_stored(2, below, step);
+    if constexpr (kTall && kWideBlock) _tile_stored(3, below + 16, step);
+    tiles_meet_memory();
+  }
 };
 
 #endif

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "silu.h"
 #include "simd.h"
@@ -21,21 +22,27 @@ constexpr int64_t kPanelsPerThread = 8;             // with fewer, rows are shar
 constexpr int64_t kRowBytes = 1 << 19;              // of rows that pass all panels before the next do: they stay in the cache
 constexpr int64_t kFewestRows = 128;                // but so many, so that panels are read seldom
 
-// Every row of every panel, in tiles of at most `kRows` rows of `row_bytes` each; `work`: multiply-adds of all.
-template <int kRows, typename Tile, typename Finish>
+struct EqualTiles {};
+
+// Every row of every panel, in tiles of at most `kRows` rows of `row_bytes` each; `work`: multiply-adds of all. A `Unit` lives
+// on each thread as long as its share: with EqualTiles tiles are about equal, else full, and the last has the rest.
+template <int kRows, typename Unit = EqualTiles, typename Tile, typename Finish>
 void for_each_panel(int64_t rows, int64_t row_bytes, int64_t count, int64_t work, Tile&& tile, Finish&& finish) {
+  constexpr bool kEqual = std::is_same_v<Unit, EqualTiles>;
   const int64_t blocks = (rows + kRows - 1) / kRows;
   const int64_t threads = at::get_num_threads();
   const int64_t shares = count < kPanelsPerThread * threads ? std::min(blocks, threads) : 1;
   const int64_t together = (std::max(kFewestRows, kRowBytes / std::max<int64_t>(1, row_bytes)) + kRows - 1) / kRows;
   at::parallel_for(0, count * shares, work < kWorthThreads ? count * shares : 1, [&](int64_t begin, int64_t end) {
-    float sums[kRows * kPanel];
+    alignas(64) float sums[kRows * kPanel];
+    [[maybe_unused]] const Unit unit_of_share;
     for (int64_t from = 0; from < blocks; from += together) {
       for (int64_t unit = begin; unit < end; ++unit) {
         const int64_t panel = unit / shares, share = unit % shares;
         const int64_t to = std::min(from + together, blocks * (share + 1) / shares);
         for (int64_t block = std::max(from, blocks * share / shares); block < to; ++block) {
-          const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
+          const int64_t first = kEqual ? rows * block / blocks : block * kRows;
+          const int64_t last = kEqual ? rows * (block + 1) / blocks : std::min(first + kRows, rows);
           tile(first, int(last - first), panel, sums);
           for (int64_t row = first; row < last; ++row) finish(row, panel, sums + (row - first) * kPanel);
         }

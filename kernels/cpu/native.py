@@ -34,6 +34,7 @@ _OPERATORS = (
     "clamped_swiglu",
     "choose_experts",
     "add_weighted",
+    "sample_tokens",
     "pack_panels",
     "pack_quantized",
     "pack_e4m3",

@@ -138,6 +138,15 @@ def _codes_differ(ops: Any, random: torch.Generator) -> bool:
     return False
 
 
+def _sampling_differs(ops: Any, random: torch.Generator) -> bool:
+    """Check that of logits the largest comes where top_k leaves it alone, and one of the largest two where it leaves two."""
+    logits = torch.randn(2, 133, generator=random)
+    numbers = torch.tensor([[0.7, 1.0, 0.0], [1.3, 0.99, 0.0]], dtype=torch.float64)
+    whole, tokens = torch.tensor([[1, 3, 4], [2, -5, 6]]), torch.empty(2, dtype=torch.int64)
+    ops.sample_tokens(list(logits), numbers, whole, tokens)
+    return int(tokens[0]) != int(logits[0].argmax()) or tokens[1] not in logits[1].topk(2).indices
+
+
 def first_difference(ops: Any) -> str | None:
     """Return the name of what the extension computes wrongly; None when it agrees with the reference."""
     random = torch.Generator().manual_seed(0)
@@ -153,4 +162,6 @@ def first_difference(ops: Any) -> str | None:
                 return f"products over E4M3 in {dtype}"
         if _codes_differ(ops, random):
             return "products over weights in few bits"
+        if _sampling_differs(ops, random):
+            return "sampling"
     return None

@@ -87,6 +87,7 @@ TORCH_LIBRARY(cohort, m) {
   m.def(
       "choose_experts(Tensor scores, bool over_chosen, bool rounded, Tensor(a!) experts, Tensor(b!) weights) -> ()");
   m.def("add_weighted(Tensor parts, Tensor weights, Tensor? shared, Tensor(a!) residual) -> ()");
+  m.def("sample_tokens(Tensor[] logits, Tensor numbers, Tensor whole, Tensor(a!) tokens) -> ()");
   m.def("panel_outputs() -> int", &cohort::panel_outputs);
   m.def("panels_multiply_bf16() -> bool", &cohort::panels_multiply_bf16);
   m.def("huge_zeros(int bytes) -> Tensor", &cohort::huge_zeros);
@@ -121,6 +122,7 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("clamped_swiglu", &cohort::clamped_swiglu);
   m.impl("choose_experts", &cohort::choose_experts);
   m.impl("add_weighted", &cohort::add_weighted);
+  m.impl("sample_tokens", &cohort::sample_tokens);
   m.impl("pack_panels", &cohort::pack_panels);
   m.impl("pack_quantized", &cohort::pack_quantized);
   m.impl("pack_e4m3", &cohort::pack_e4m3);

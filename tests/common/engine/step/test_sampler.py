@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from cohort.common.engine.step.batch import GREEDY, SamplingRow
 from cohort.common.engine.step.counter_random import exponentials, splitmix64
-from cohort.common.engine.step.sampler import sample
+from cohort.common.engine.step.sampler import draw, sample
 from cohort.common.sampling_inputs import LogitBias, TokenHistory
+from cohort.kernels.cpu import native
 from tests.examples import examples
 
 PROBABILITIES = [0.4, 0.25, 0.15, 0.1, 0.06, 0.04]
@@ -42,6 +43,58 @@ def test_greedy_takes_the_largest() -> None:
     output = sample(logits, [GREEDY, GREEDY])
     assert output.tokens.tolist() == [1, 0]
     assert output.logprobs == (None, None)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    size=st.sampled_from((1, 2, 15, 16, 63, 64, 65, 129, 1000, 20_000)),
+    scale=st.sampled_from((0.01, 1.0, 3.0, 30.0)),
+    rounded=st.booleans(),
+    allowed=st.sampled_from((1.0, 0.5, 0.01)),
+    temperature=st.sampled_from((0.01, 0.3, 0.7, 1.0, 1.5, 100.0)),
+    top_k=st.sampled_from((0, 1, 5, 40, 10**6)),
+    top_p=st.sampled_from((1.0, 0.999, 0.9, 0.5, 0.0)),
+    min_p=st.sampled_from((0.0, 0.05, 0.5)),
+    seed=st.integers(min_value=-(2**63), max_value=2**64 - 1),
+    position=st.integers(min_value=0, max_value=10**6),
+)
+def test_the_compiled_sampler_draws_the_token_of_the_plain_one(
+    size: int,
+    scale: float,
+    rounded: bool,
+    allowed: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+) -> None:
+    """Beside other rows, with ties and with tokens that are out."""
+    random = torch.Generator().manual_seed(seed % 2**63)
+    logits = torch.randn(3, size, generator=random) * scale
+    if rounded:
+        logits = logits.round()
+    logits[torch.rand(logits.shape, generator=random) > allowed] = float("-inf")
+    logits[:, seed % size] = logits.amax().clamp(min=0.0)
+    row = SamplingRow(
+        seed=seed, position=position, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    others = dataclasses.replace(row, seed=seed + 1), dataclasses.replace(row, temperature=0.0)
+    tokens = sample(logits, [others[0], row, others[1]]).tokens
+    assert tokens.tolist() == [draw(logits[0], others[0]), draw(logits[1], row), int(logits[2].argmax())]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_do_not_stop_a_batch(odd: float) -> None:
+    if native.operators() is None:
+        pytest.skip("the compiled sampler")
+    logits = torch.zeros(2, 100)
+    logits[0, 17] = odd
+    logits[1] = float("-inf")
+    logits[1, 40] = 0.0
+    rows = [SamplingRow(seed=1, position=1, temperature=0.7, top_p=0.9)] * 2
+    assert sample(logits, rows).tokens.tolist() == [17, 40]
 
 
 def test_no_rows() -> None:

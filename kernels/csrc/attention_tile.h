@@ -163,9 +163,10 @@ struct TileScratch {
 // What the columns of one kv head do in one tile, `offset` bytes behind the task's first head. `query` (of `units` units),
 // `sums` and `maximum`: of the head; `partial`: of the head and tile, or null where the task merges tiles itself. `own` asks
 // for what is left of this tile, `ahead` for what is next.
-template <Way kWay, typename T>
+template <Way kWay, typename T, typename PackKeys, typename PackValues>
 inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& rows, int64_t offset, int units,
-                        const TileScratch& at, float* partial, Ahead& own, Ahead& ahead) {
+                        const TileScratch& at, float* partial, Ahead& own, Ahead& ahead, PackKeys&& pack_tile_keys,
+                        PackValues&& pack_tile_values) {
   using U = Units<T>;
   constexpr int kMost = cohort::kMost<kWay>, kSpan = cohort::kSpan<kWay>;
   const int head_dim = step.cache.head_dim, group = step.group, columns = columns_of(task, group);
@@ -183,6 +184,7 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
   for (int g = 0; g < groups; ++g) {
     const int from = columns * g / groups, to = columns * (g + 1) / groups, count = to - from;
     const int first = seen(from).first / kSpan * kSpan, last = (seen(to - 1).second + kSpan - 1) / kSpan * kSpan;
+    if (g == 0) pack_tile_keys();
     if constexpr (kWay == Way::kInPlace) {
       for (int t = first; t < last; t += kWide) {
         score_columns<T>(count, rows.keys + t, offset, units, at.query + int64_t(from) * units, at.scores + t, kTile);
@@ -204,6 +206,7 @@ inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& r
       best[m] = weigh<T>(step, at.scores + m * kTile, first, last, begin, end, weights, at.found + m * floats + width);
       if (begin >= end) best[m] = kMasked;
     }
+    if (g == 0) pack_tile_values();
     const int tokens = std::max(0, last - first);
     if constexpr (kWay == Way::kInPlace) {
       for (int m = 0; m < count; m += kRows) {
@@ -254,6 +257,7 @@ void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t pa
   TileScratch at;
   at.kt = scratch.take(packed_keys);
   at.vt = scratch.take(packed_values);
+  if (columns <= kMost && packed_values <= packed_keys) at.vt = at.kt;  // the keys are done with when values are packed
   at.scores = scratch.take(kMost * kTile);
   at.weights = scratch.take(kMost * kTile);
   at.found = scratch.take(kMost * floats);
@@ -299,24 +303,25 @@ void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t pa
       Ahead ahead(same ? rows : kept[1 - now], same ? offset + head_stride : 0, cache,
                   few ? (columns / kFew + 1 + groups) * vectors : 2 * vectors + products);
       // The first tile nobody asked for: twice as fast as it is read, its keys first.
-      const bool unasked = few && tile == task.first_tile() && head == 0;
+      const bool unasked = columns <= kMostFew && tile == task.first_tile() && head == 0;
       Ahead own(rows, offset, cache, unasked ? vectors : 0);
-      if (few) {
-        own.take();
-        attend_tile<kWay>(step, task, rows, offset, units, at, of_tile, own, ahead);
-        continue;
-      }
-      for (int t = begin; t < end; t += kWide) {
-        const TokenRows<T> keys(cache, rows.keys + t, offset, place);
-        pack_keys(keys.rows, head_dim, units, at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
-        ahead.take();
-      }
-      for (int t = begin; t < end; t += kWide) {
-        const TokenRows<T> values(cache, rows.keys + t, offset + cache.value_offset, place);
-        pack_values(values.rows, head_dim, width, at.vt + int64_t(t) / U::kElements * width);
-        ahead.take();
-      }
-      attend_tile<kWay>(step, task, rows, offset, units, at, of_tile, own, ahead);
+      own.take();
+      auto pack_tile_keys = [&] {
+        for (int t = begin; !few && t < end; t += kWide) {
+          const TokenRows<T> keys(cache, rows.keys + t, offset, place);
+          pack_keys(keys.rows, head_dim, units, at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
+          own.take();
+          ahead.take();
+        }
+      };
+      auto pack_tile_values = [&] {
+        for (int t = begin; !few && t < end; t += kWide) {
+          const TokenRows<T> values(cache, rows.keys + t, offset + cache.value_offset, place);
+          pack_values(values.rows, head_dim, width, at.vt + int64_t(t) / U::kElements * width);
+          ahead.take();
+        }
+      };
+      attend_tile<kWay>(step, task, rows, offset, units, at, of_tile, own, ahead, pack_tile_keys, pack_tile_values);
     }
   }
   if (partial) return;

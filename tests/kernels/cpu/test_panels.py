@@ -17,7 +17,7 @@ DTYPES = [torch.float32] + ([torch.bfloat16] if panels.available(torch.bfloat16,
 
 @settings(max_examples=examples(0.8))
 @given(
-    rows=st.integers(1, 40),
+    rows=st.one_of(st.integers(1, 40), st.sampled_from((64, 129, 300))),
     outputs=st.integers(1, 100),
     steps=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
@@ -31,6 +31,9 @@ def test_product_equals_matmul(rows: int, outputs: int, steps: int, dtype: torch
     packed, out = Panels(weight, Arena()), torch.full((rows, outputs), float("nan"))
     packed.product(x, None, out)
     assert torch.allclose(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    alone, row = torch.empty(1, outputs), seed % rows
+    packed.product(x[row : row + 1], None, alone)
+    assert torch.equal(alone[0], out[row]), "a row's bits depend on other rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,6 +34,7 @@ from cohort.services.bench.output import publish_json
 from tests.benchmarks.figures import Measurement, table
 from tests.benchmarks.servers import ROOT, Running, Server, ServerFailed, all_servers, started
 
+SHORT_TOKENS, TOKEN_CHARACTERS = 50, 5  # of a question with its system's message; of a token, about
 QUESTIONS = tuple(Path(__file__).with_name("questions.txt").read_text(encoding="utf-8").splitlines())
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 SAMPLING: dict[str, dict[str, float]] = {"greedy": {"temperature": 0}, "sampled": {"temperature": 0.7, "top_p": 0.9}}
@@ -58,6 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--requests-per-user", type=int, default=2, metavar="N", help=f"default: %(default)s; {LEAST_REQUESTS} in all"
     )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=0, metavar="N", help="about so many, by other questions before the own one"
+    )
     parser.add_argument("--output-tokens", type=int, default=96, metavar="N", help="at most (default: %(default)s)")
     parser.add_argument("--ignore-eos", action="store_true", help="exactly so many, also beyond an answer's end")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of an opponent")
@@ -67,18 +71,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def bodies(model: str, sampling: str, count: int, output_tokens: int, ignore_eos: bool, key: str) -> list[bytes]:
+def bodies(
+    model: str, sampling: str, count: int, output_tokens: int, ignore_eos: bool, key: str, prompt_tokens: int = 0
+) -> list[bytes]:
     """Return `count` requests: questions from a place of the list that `key` decides. Each has a number of its own in
     the system's message, so that no server has its prompt in a cache; before the question it would change the answer.
     """
     first = crc32(key.encode())
+    before = " ".join(QUESTIONS * (1 + prompt_tokens // 200))[: max(0, prompt_tokens - SHORT_TOKENS) * TOKEN_CHARACTERS]
     return [
         msgspec.json.encode(
             {
                 "model": model,
                 "messages": [
                     {"role": "system", "content": f"Chat {(first + 7919 * index) % 1_000_000}. {SYSTEM}"},
-                    {"role": "user", "content": question},
+                    {"role": "user", "content": f"{before} {question}" if before else question},
                 ],
                 "max_tokens": output_tokens,
                 "ignore_eos": ignore_eos,
@@ -118,6 +125,7 @@ async def measure(
             args.output_tokens,
             args.ignore_eos,
             key,
+            args.prompt_tokens,
         )
         others = OtherPrograms(os.getpid())
         others.share()
@@ -207,7 +215,7 @@ def say(text: str) -> None:
 
 def main() -> int:
     args = arguments()
-    servers = all_servers(args.folder.resolve(), args.model.resolve(), args.port, args.threads)
+    servers = all_servers(args.folder.resolve(), args.model.resolve(), args.port, args.threads, args.prompt_tokens)
     known = [server.name for server in servers[2:]]
     if unknown := set(args.opponents or ()) - set(known):
         say(f"error: not in {args.folder}: {', '.join(sorted(unknown))}; there are {', '.join(known) or 'none'}")

@@ -50,9 +50,9 @@ class Server:
         return " ".join((done.stdout or done.stderr).split())
 
 
-def all_servers(folder: Path, model: Path, port: int, threads: int) -> list[Server]:
+def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_tokens: int = 0) -> list[Server]:
     """Return ours, then the opponents that `scripts/opponents make` has put in `folder`. The ports of a pipeline are
-    `port`, the next one, and some from ten above it on."""
+    `port`, the next one, and some from ten above it on. `prompt_tokens`: for which llama.cpp's slots have room."""
     python, version = sys.executable, ("-c", VERSION)
     packages = ("cohort-serve", "torch")
     ours = (python, "-P", "-m", "cohort.services.launcher", "--model", str(model))
@@ -88,7 +88,7 @@ def all_servers(folder: Path, model: Path, port: int, threads: int) -> list[Serv
         Server(
             "llama.cpp", port + 80,
             (str(llama / "llama-server"), "--model", str(llama / "model.gguf"), "-np", "16", "-t", str(threads),
-             "-c", str(16 * 1024), "--host", "127.0.0.1", "--port", str(port + 80)),
+             "-c", str(16 * (1024 + prompt_tokens)), "--host", "127.0.0.1", "--port", str(port + 80)),
             # The build knows no number of its own: `make` has noted the package's.
             ("sh", "-c", 'cat "$1/.complete" && "$1/llama-server" --version 2>&1', "sh", str(llama)),
         ),

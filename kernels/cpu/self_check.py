@@ -139,7 +139,7 @@ def _codes_differ(ops: Any, random: torch.Generator) -> bool:
 
 
 def _sampling_differs(ops: Any, random: torch.Generator) -> bool:
-    """Check that of logits the largest comes where top_k leaves it alone, and one of the largest two where it leaves two."""
+    """Check that the largest logit comes where top_k is 1, and one of the largest two where it is 2."""
     logits = torch.randn(2, 133, generator=random)
     numbers = torch.tensor([[0.7, 1.0, 0.0], [1.3, 0.99, 0.0]], dtype=torch.float64)
     whole, tokens = torch.tensor([[1, 3, 4], [2, -5, 6]]), torch.empty(2, dtype=torch.int64)

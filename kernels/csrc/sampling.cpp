@@ -2,7 +2,7 @@
 // which each runs for an exponential time divided by its weight, decides which one comes.
 //
 // The same steps as common/engine/step/sampler.py has in torch. What it sorts is selected here, and what cannot win the race
-// is left out before its logarithm is taken: a row takes a twentieth of the time. Rows go to threads, and no bit of a row
+// is left out before its logarithm is taken: a row takes a seventh of the time. Rows go to threads, and no bit of a row
 // depends on another.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

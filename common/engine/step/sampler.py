@@ -105,7 +105,7 @@ def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
 
 
 def _draw(logits: Sequence[Tensor], rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """Return a token of each of the logits [vocabulary]: by the compiled kernel, a twentieth of the time, or in torch."""
+    """Return a token of each of the logits [vocabulary]: by the compiled kernel, where there is one."""
     if (ops := native.ops_for(logits[0])) is None:
         return np.array([draw(own, row) for own, row in zip(logits, rows, strict=True)])
     numbers = torch.tensor([(row.temperature, row.top_p, row.min_p) for row in rows], dtype=torch.float64)
@@ -116,7 +116,7 @@ def _draw(logits: Sequence[Tensor], rows: Sequence[SamplingRow]) -> npt.NDArray[
 
 
 def draw(logits: Tensor, row: SamplingRow) -> int:
-    """Return one token of logits [vocabulary] at a temperature; see `kernels/csrc/sampling.cpp` for the compiled form."""
+    """Return one token of logits [vocabulary] at a temperature. Compiled: `kernels/csrc/sampling.cpp`."""
     # How far below the largest logit: never negative, so that no temperature overflows, and 0 for the likeliest.
     distance = logits.max() - logits
     reach = math.inf  # tokens further away are out

@@ -77,9 +77,7 @@ def test_the_compiled_sampler_draws_the_token_of_the_plain_one(
         logits = logits.round()
     logits[torch.rand(logits.shape, generator=random) > allowed] = float("-inf")
     logits[:, seed % size] = logits.amax().clamp(min=0.0)
-    row = SamplingRow(
-        seed=seed, position=position, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
-    )
+    row = SamplingRow(seed=seed, position=position, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     others = dataclasses.replace(row, seed=seed + 1), dataclasses.replace(row, temperature=0.0)
     tokens = sample(logits, [others[0], row, others[1]]).tokens
     assert tokens.tolist() == [draw(logits[0], others[0]), draw(logits[1], row), int(logits[2].argmax())]

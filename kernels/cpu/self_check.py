@@ -141,9 +141,9 @@ def _codes_differ(ops: Any, random: torch.Generator) -> bool:
 def _sampling_differs(ops: Any, random: torch.Generator) -> bool:
     """Check that the largest logit comes where top_k is 1, and one of the largest two where it is 2."""
     logits = torch.randn(2, 133, generator=random)
-    numbers = torch.tensor([[0.7, 1.0, 0.0], [1.3, 0.99, 0.0]], dtype=torch.float64)
-    whole, tokens = torch.tensor([[1, 3, 4], [2, -5, 6]]), torch.empty(2, dtype=torch.int64)
-    ops.sample_tokens(list(logits), numbers, whole, tokens)
+    rules = torch.tensor([[0.7, 1, 1.0, 0.0], [1.3, 2, 0.99, 0.0]], dtype=torch.float64)
+    tokens = torch.empty(2, dtype=torch.int64)
+    ops.sample_tokens(list(logits), rules, torch.tensor([3, -4]), tokens)
     return int(tokens[0]) != int(logits[0].argmax()) or tokens[1] not in logits[1].topk(2).indices
 
 

@@ -252,8 +252,8 @@ void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t pa
   const size_t packed_values = few ? 0 : size_t(kTile) / U::kElements * width;
   const size_t read = cache.fp8 ? size_t(kWide) * head_dim : 0;  // floats, of which bfloat16 takes half
   [[maybe_unused]] const std::conditional_t<kWay == Way::kMatrixUnit, MatrixUnit, int> unit{};
-  scratch.reset(all * (units + floats + 1) + kRoom * units + packed_keys + packed_values + kMost * (2 * kTile + floats) + read +
-                9 * 16);
+  scratch.reset(all * (units + floats + 1) + kRoom * units + packed_keys + packed_values +
+                kMost * (2 * kTile + floats) + read + 9 * 16);
   TileScratch at;
   at.kt = scratch.take(packed_keys);
   at.vt = scratch.take(packed_values);

@@ -6,8 +6,8 @@
 //     float32   [panels, inputs, 2W]            bfloat16   [panels, inputs / 2, 2W, 2]
 //
 // So a step of a few rows streams the weights at the speed of the memory, and one of many rows keeps a panel in the
-// cache and all its sums in registers. Every output is summed over the inputs in order, in one accumulator: a row's
-// result has the same bits whatever other rows stand beside it.
+// cache and all its sums in registers. Every output is summed over the inputs in order, in one accumulator, by the matrix
+// unit (matrix_unit.h) 32 at a time: a row's result has the same bits whatever other rows stand beside it.
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
@@ -150,7 +150,8 @@ void multiply(const at::Tensor& x, const at::Tensor& panels, Finish&& finish) {
   auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
     tile_of<T>(count, input + first * x_stride, x_stride, packed + panel * panel_size, steps, sums);
   };
-  for_each_panel<kMaxRows>(rows, steps * P::kInputs * int64_t(sizeof(T)), count, rows * count * panel_size, sums_of, finish);
+  const int64_t row_bytes = steps * P::kInputs * int64_t(sizeof(T));
+  for_each_panel<kMaxRows>(rows, row_bytes, count, rows * count * panel_size, sums_of, finish);
 }
 
 bool is_float(const at::Tensor& x) {

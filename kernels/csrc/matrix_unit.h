@@ -11,8 +11,6 @@
 #include <unistd.h>
 #endif
 
-#include <algorithm>
-
 namespace cohort {
 
 constexpr int kUnitRows = 32;   // rows of a block: two operands of sixteen, so that four sums keep the unit busy

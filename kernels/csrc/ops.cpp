@@ -87,7 +87,7 @@ TORCH_LIBRARY(cohort, m) {
   m.def(
       "choose_experts(Tensor scores, bool over_chosen, bool rounded, Tensor(a!) experts, Tensor(b!) weights) -> ()");
   m.def("add_weighted(Tensor parts, Tensor weights, Tensor? shared, Tensor(a!) residual) -> ()");
-  m.def("sample_tokens(Tensor[] logits, Tensor numbers, Tensor whole, Tensor(a!) tokens) -> ()");
+  m.def("sample_tokens(Tensor[] logits, Tensor rules, Tensor keys, Tensor(a!) tokens) -> ()");
   m.def("panel_outputs() -> int", &cohort::panel_outputs);
   m.def("panels_multiply_bf16() -> bool", &cohort::panels_multiply_bf16);
   m.def("huge_zeros(int bytes) -> Tensor", &cohort::huge_zeros);

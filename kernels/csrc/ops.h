@@ -41,7 +41,7 @@ void clamped_swiglu(const at::Tensor& gate_up, double alpha, double limit, at::T
 void choose_experts(const at::Tensor& scores, bool over_chosen, bool rounded, at::Tensor& experts, at::Tensor& weights);
 void add_weighted(const at::Tensor& parts, const at::Tensor& weights, const std::optional<at::Tensor>& shared,
                   at::Tensor& residual);
-void sample_tokens(at::TensorList logits, const at::Tensor& numbers, const at::Tensor& whole, at::Tensor& tokens);
+void sample_tokens(at::TensorList logits, const at::Tensor& rules, const at::Tensor& keys, at::Tensor& tokens);
 int64_t panel_outputs();
 bool panels_multiply_bf16();
 void pack_panels(const at::Tensor& weight, at::Tensor& panels, bool gated);

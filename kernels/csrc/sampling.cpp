@@ -25,13 +25,12 @@ constexpr double kNegligible = 0x1p-53 / 37.0;  // a lighter token loses any rac
 constexpr double kNear[] = {4.0, 10.0};         // tokens with weights above e^-4 hold what top_p wants mostly
 
 struct Rules {
-  double temperature, top_p;
+  double temperature, top_k, top_p;
   float min_p;
-  int64_t top_k;
-  uint64_t key;
+  uint64_t key;  // the start of the row's random numbers
 };
 
-uint64_t mixed(uint64_t value) {  // SplitMix64
+uint64_t mixed(uint64_t value) {  // SplitMix64, as common/engine/step/counter_random.py
   value += 0x9E3779B97F4A7C15;
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
   value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
@@ -99,10 +98,10 @@ class Row {
     highest_ = logits_[best_];
     if (!std::isfinite(highest_)) return best_;
     weigh();
-    const bool few = 0 < rules_.top_k && rules_.top_k < count_;
+    const bool few = 0 < rules_.top_k && rules_.top_k < double(count_);
     if (few || rules_.top_p < 1.0) {
       collect(few);
-      if (few) leave(reach(tokens_, double(rules_.top_k), [](const Near&) { return 1.0; }));
+      if (few) leave(reach(tokens_, rules_.top_k, [](const Near&) { return 1.0; }));
       if (rules_.top_p < 1.0) {
         const double whole = few ? held() : total_;
         leave(reach(tokens_, rules_.top_p * whole, [](const Near& each) { return double(each.weight); }));
@@ -140,7 +139,7 @@ class Row {
   void collect(bool few) {
     for (const double most : kNear) {
       near(float(most * rules_.temperature));
-      if (few ? int64_t(tokens_.size()) >= rules_.top_k : held() >= rules_.top_p * total_) return;
+      if (few ? double(tokens_.size()) >= rules_.top_k : held() >= rules_.top_p * total_) return;
     }
     near(std::numeric_limits<float>::max());
   }
@@ -211,14 +210,15 @@ class Row {
 
 }  // namespace
 
-void sample_tokens(at::TensorList logits, const at::Tensor& numbers, const at::Tensor& whole, at::Tensor& tokens) {
+// `rules` [rows, 4]: temperature, top_k, top_p, min_p.
+void sample_tokens(at::TensorList logits, const at::Tensor& rules, const at::Tensor& keys, at::Tensor& tokens) {
   const int64_t rows = int64_t(logits.size());
-  TORCH_CHECK_TYPE(numbers.scalar_type() == at::kDouble && whole.scalar_type() == at::kLong &&
+  TORCH_CHECK_TYPE(rules.scalar_type() == at::kDouble && keys.scalar_type() == at::kLong &&
                        tokens.scalar_type() == at::kLong,
-                   "numbers must be float64, whole and tokens int64");
-  TORCH_CHECK_VALUE(numbers.is_contiguous() && numbers.numel() == 3 * rows && whole.is_contiguous() &&
-                        whole.numel() == 3 * rows && tokens.is_contiguous() && tokens.numel() == rows,
-                    "numbers and whole must be [rows, 3], tokens [rows]");
+                   "rules must be float64, keys and tokens int64");
+  TORCH_CHECK_VALUE(rules.is_contiguous() && rules.numel() == 4 * rows && keys.is_contiguous() &&
+                        keys.numel() == rows && tokens.is_contiguous() && tokens.numel() == rows,
+                    "rules must be [rows, 4], keys and tokens [rows]");
   std::vector<const float*> from;
   std::vector<int64_t> counts;
   for (const at::Tensor& row : logits) {
@@ -229,17 +229,16 @@ void sample_tokens(at::TensorList logits, const at::Tensor& numbers, const at::T
     from.push_back(row.const_data_ptr<float>());
     counts.push_back(row.numel());
   }
-  const double* number = numbers.const_data_ptr<double>();
-  const int64_t* integer = whole.const_data_ptr<int64_t>();
+  const double* rule = rules.const_data_ptr<double>();
+  const int64_t* key = keys.const_data_ptr<int64_t>();
   int64_t* to = tokens.mutable_data_ptr<int64_t>();
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> weights;
     static thread_local std::vector<Near> near;
     for (int64_t r = begin; r < end; ++r) {
-      const uint64_t seed = uint64_t(integer[3 * r + 1]), position = uint64_t(integer[3 * r + 2]);
-      const Rules rules{number[3 * r], number[3 * r + 1], float(number[3 * r + 2]), integer[3 * r],
-                        mixed(mixed(seed) ^ position)};
-      to[r] = Row(from[r], counts[r], rules, weights, near).sample();
+      const double* own = rule + 4 * r;
+      const Rules of_row{own[0], own[1], own[2], float(own[3]), uint64_t(key[r])};
+      to[r] = Row(from[r], counts[r], of_row, weights, near).sample();
     }
   });
 }

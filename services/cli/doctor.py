@@ -91,11 +91,11 @@ def monitor_url(config: Config) -> str:
 
 def of_machine(config: Config, *, running: bool, launcher: int = 0) -> Iterator[Finding]:
     """Check this machine. `launcher`: the process of the pipeline that runs, 0 = none does."""
+    from cohort.common.devices.cores import usable_cores
     from cohort.common.http.ports import free_port
     from cohort.common.policies import compose
     from cohort.services.launcher.box import on_box
     from cohort.services.launcher.plan import plan, resolve
-    from cohort.services.launcher.preflight import usable_cores
     from cohort.services.simulator.hardware.data_files import names, user_folder
     from cohort.services.simulator.hardware.hardware import load_device
 

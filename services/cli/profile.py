@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cohort.common.config import Config, dump_config, load_config
+from cohort.common.devices.cores import usable_cores
 from cohort.common.devices.inventory import this_machine
 from cohort.common.errors import ConfigError
 from cohort.common.hub.model_source import located
@@ -142,17 +143,13 @@ def run_engine(
 
 
 def _threads(args: argparse.Namespace, config: Config) -> int:
-    from cohort.services.cli.machine_files import local_cores
-
     if args.threads or not args.save:
-        return int(args.threads or config.default_threads(local_cores()))
-    return max(1, local_cores() // _instances(args, gpu=False))
+        return int(args.threads or config.default_threads(usable_cores()))
+    return max(1, usable_cores() // _instances(args, gpu=False))
 
 
 def _instances(args: argparse.Namespace, *, gpu: bool) -> int:
-    from cohort.services.cli.machine_files import local_cores
-
-    return int(args.instances or (1 if gpu else min(2, local_cores())))
+    return int(args.instances or (1 if gpu else min(2, usable_cores())))
 
 
 def save(args: argparse.Namespace, config: Config, output: Path) -> int:
@@ -171,7 +168,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
         units=profile.units,
         instances=_instances(args, gpu=gpu),
         threads=_threads(args, config),
-        cores=machine_files.local_cores(),
+        cores=usable_cores(),
         model=model,
         model_folder=Path(profile.model_folder),
         machine=f"{platform.node()} ({profile.machine}, {profile.device})",

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from cohort.common.devices.cores import usable_cores
 from cohort.common.errors import ConfigError
 from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.http_server import name_server
@@ -96,7 +97,7 @@ async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: F
             orders = KubernetesOrders(config, KubernetesApi.of_pod(os.environ), monitor.cluster, clock, log)
             await orders.check()
     else:
-        settings = planner_settings(config, cores=0 if config.on_gpu else len(os.sched_getaffinity(0)))
+        settings = planner_settings(config, cores=0 if config.on_gpu else usable_cores())
         orders = LauncherOrders(context.run_dir, config) if acts else None
     log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
     return Planner(config, settings, monitor.cluster, clock, log, simulate=foresight.forecast, orders=orders)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from cohort.common import paths
 from cohort.common.addresses import GATEWAY, MONITOR
 from cohort.common.config import Config, dump_config, load_config
+from cohort.common.devices.cores import usable_cores
 from cohort.common.devices.inventory import this_machine, visible_gpus
 from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.http import ports
@@ -81,12 +82,12 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
     model = served_folder(_named_folder(config)) if options.print_config else _model_folder(config)
     gpus = visible_gpus()
     config = on_box(config, gpus, workers_given=workers_given, model=model)
-    config = resolve(config, model=model, cores=preflight.usable_cores(), free_port=ports.free_port)
+    config = resolve(config, model=model, cores=usable_cores(), free_port=ports.free_port)
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
     preflight.check(config, model, api=options.only != "workers", workers=options.only != "gateways")
-    plans = plan(config, preflight.usable_cores())
+    plans = plan(config, usable_cores())
     if options.only is not None:
         stage = _STAGES[options.only]
         plans = [each for each in plans if each.stage is stage]

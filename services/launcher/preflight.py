@@ -6,7 +6,6 @@ Called by the launcher and `cohort doctor`; the processes check their own share 
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from collections.abc import Iterable
@@ -160,18 +159,6 @@ def check_ports(plans: Iterable[ProcessPlan]) -> None:
             raise ConfigError(f"port {port} is meant for both {seen[port]} and the gateways")
         if problem := port_problem(host, port):
             raise ConfigError(f"gateway: {problem}; {_GATEWAY_REMEDY}")
-
-
-def usable_cores() -> int:
-    """Return the number of cores this process may use: its affinity, and its container's CPU quota if there is one."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2: the affinity is all there is
-    return cores
 
 
 def raise_open_file_limit() -> None:

@@ -19,8 +19,8 @@ from typing import NoReturn
 import msgspec
 
 from cohort.common.config import Config, WorkerGroup, load_config
+from cohort.common.devices.cores import usable_cores
 from cohort.common.devices.inventory import this_machine
-from cohort.common.engine.device.device_name import own_cores
 from cohort.common.engine.ranks.followers import start_rank
 from cohort.common.engine.ranks.rank_hosts import Place, group_on_hosts, join_of, own_interface
 from cohort.common.engine.worker.devices import WorkerDevice, claim_device, model_folder
@@ -64,7 +64,7 @@ def places_of(config: Config, group: WorkerGroup, host: int, own: WorkerDevice) 
     """Return the places of this host's ranks, in order. Raises `ConfigError`."""
     leader, model = config.endpoints.ranks, model_folder(config)
     interface = own_interface(config)
-    threads = max(1, config.worker_threads("", len(own_cores())) // group.local_degree)
+    threads = max(1, config.worker_threads("", usable_cores()) // group.local_degree)
     first = host * group.local_degree
     return [
         Place(

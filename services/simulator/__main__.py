@@ -6,7 +6,6 @@ Also `python -m cohort.services.simulator simulate|advise|compare|reproduce|repl
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from cohort.common.comparison import comparison, comparison_tables
 from cohort.common.comparison.comparison import Cell, CellResult
 from cohort.common.comparison.comparison_spec import load_spec
+from cohort.common.devices.cores import usable_cores
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
 from cohort.common.planning.settings import configured_shape, planner_settings
@@ -129,7 +129,7 @@ def _judge_by_usual_slo(options: argparse.Namespace) -> None:
 def run_advise(options: argparse.Namespace) -> int:
     if options.plot and not options.plot.endswith(".svg"):
         raise ConfigError(f"--plot {options.plot}: pictures are SVG; name a file that ends so")
-    options.jobs = options.jobs or len(os.sched_getaffinity(0))
+    options.jobs = options.jobs or usable_cores()
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs}: must be at least 1")
     if options.regret is not None:

@@ -8,7 +8,6 @@ that have fewer threads than cores.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Collection
 from pathlib import Path
@@ -40,11 +39,6 @@ def ranges(numbers: Collection[int]) -> str:
         else:
             found.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
-
-
-def own_cores() -> set[int]:
-    """Return the cores this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _host() -> str:

@@ -23,8 +23,8 @@ import structlog
 import torch
 from torch import Tensor
 
+from cohort.common.devices.cores import usable_cores
 from cohort.common.engine.cache.kv_tensors import page_locked
-from cohort.common.engine.device.device_name import own_cores
 from cohort.common.engine.device.streams import Mark, Stream, stream_for
 from cohort.kernels.cpu.panels import huge_zeros
 
@@ -109,7 +109,7 @@ class WeightReader:
         """`threads` 0: as many as suit. `staged`: by way of chunks, as on a GPU; None = on one."""
         self._device, self._progress, self._streams = device, progress, streams
         self._staged = device.type != "cpu" if staged is None else staged
-        most = len(own_cores()) if device.type != "cpu" else min(len(own_cores()), torch.get_num_threads())
+        most = usable_cores() if device.type != "cpu" else min(usable_cores(), torch.get_num_threads())
         self._threads = threads or min(THREADS, most)
         # One OpenMP thread each: these threads are the parallelism.
         self._pool = ThreadPoolExecutor(

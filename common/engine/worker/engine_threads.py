@@ -149,7 +149,7 @@ class EngineThreads:
             with self._runner.remote_copies(plan.copies), self._copier.around(plan.copies):
                 if batch.num_rows:
                     if (cores := self._device.cores) is not None:
-                        self._runner.use_threads(cores.share())
+                        self._runner.use_threads(cores.step_threads())
                     self._gaps.on_start()
                     try:
                         step = self._runner.launch(batch)

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cohort.common.engine.worker.crowded_cores import CrowdedCores
+
 _SLOTS = 32
 _BYTES = 8 * _SLOTS
 _LASTS_S, _RENEWED_S = 0.25, 0.05
@@ -32,15 +34,23 @@ class SharedCores:
     """One worker's view of the cores; two names may share a slot, and then do not see each other."""
 
     def __init__(
-        self, file: Path, instance: str, *, threads: int, cores: int, now_s: Callable[[], float] = time.monotonic
+        self,
+        file: Path,
+        instance: str,
+        *,
+        threads: int,
+        cores: int,
+        crowded: CrowdedCores | None = None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`threads`: this worker's while nobody else computes, of `cores`. `file` is made if it is missing."""
+        """`threads`: this worker's while nobody else computes, of `cores`. `file` is made if it is missing. `crowded`:
+        what programs that are no workers leave of the cores; None = all."""
         with file.open("a+b") as opened:
             if opened.seek(0, 2) < _BYTES:
                 opened.truncate(_BYTES)
             self._slots = memoryview(mmap.mmap(opened.fileno(), _BYTES)).cast("d")
         self._own = zlib.crc32(instance.encode()) % _SLOTS
-        self._threads, self._cores, self._now_s = threads, cores, now_s
+        self._threads, self._cores, self._crowded, self._now_s = threads, cores, crowded, now_s
         self._computing = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -50,6 +60,10 @@ class SharedCores:
         computing = [0.0 < until_s - now_s < 2 * _LASTS_S for until_s in self._slots]
         others = sum(computing) - computing[self._own]
         return self._threads if not others else max(1, min(self._threads, self._cores // (1 + others)))
+
+    def step_threads(self) -> int:
+        """Return the threads for the next step. On the thread that computes it."""
+        return self.share() if self._crowded is None else min(self.share(), self._crowded.look())
 
     def begin(self) -> None:
         """Say that this worker computes, until as many calls of `end`. On the event loop, as `end`."""

@@ -19,6 +19,7 @@ import msgspec
 from cohort.common import paths
 from cohort.common.addresses import MANAGER, bind_address, manager_names
 from cohort.common.config import Config
+from cohort.common.devices.cores import own_cores, usable_cores
 from cohort.common.devices.degrees import check_divided
 from cohort.common.devices.fit import check_host_fit, check_host_kv, host_need
 from cohort.common.devices.host_memory import available_bytes
@@ -30,7 +31,7 @@ from cohort.common.engine.config.quantization_config import rounding_of
 from cohort.common.engine.config.rank_shares import RankShare
 from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device.compiled_kernels import KernelBuild
-from cohort.common.engine.device.device_name import device_name, native_bfloat16, own_cores, resolve_dtype
+from cohort.common.engine.device.device_name import device_name, native_bfloat16, resolve_dtype
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.rank_hosts import RemoteRanks
 from cohort.common.engine.ranks.rank_messages import Setup
@@ -39,6 +40,7 @@ from cohort.common.engine.ranks.rank_transfers import opened
 from cohort.common.engine.ranks.ranks import RankSettings
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.worker.crowded_cores import CrowdedCores
 from cohort.common.engine.worker.devices import (
     WorkerDevice,
     checked_device,
@@ -307,7 +309,7 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
         return  # asked to stop while every GPU was taken
     speculation = config.speculation.settled(own.device.type)
     context.config = config = msgspec.structs.replace(config, speculation=speculation)
-    threads = config.worker_threads(context.instance, len(own_cores()))
+    threads = config.worker_threads(context.instance, usable_cores())
     if own.degree == 1:
         await _serve(context, policies, own, engine, threads)
         return
@@ -333,9 +335,10 @@ async def _serve(
     config, role = context.config, own.role
     started = time.monotonic()
     grouped = policies.groups_layers(config)
-    cores = None
+    cores, crowded = None, CrowdedCores(threads, own_cores())
     if own.device.type == "cpu" and followers is None:
-        cores = SharedCores(context.run_dir / "computing", context.instance, threads=threads, cores=len(own_cores()))
+        file, count = context.run_dir / "computing", usable_cores()
+        cores = SharedCores(file, context.instance, threads=threads, cores=count, crowded=crowded)
     with contextlib.nullcontext() if cores is None else cores.computing():
         runner = await load_ready_runner(
             config, max(1, threads // own.local_ranks), own, engine, followers, context.instance, grouped, cores
@@ -371,7 +374,8 @@ async def _serve(
     handler = traced(context, guarded(context, handler), WorkerSpans)
     loop = WorkerLoop(context, device, links, machine, handler, learned, engine)
     facts = msgspec.to_builtins(capacity.engine)
-    context.facts, context.warnings = (lambda: facts), (lambda: warnings)
+    context.facts = lambda: facts
+    context.warnings = lambda: [*warnings, *filter(None, [crowded.warning()])]
     context.log.info(
         "worker ready",
         role=role.value,

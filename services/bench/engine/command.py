@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.common.config import dump_config, load_config
+from cohort.common.devices.cores import usable_cores
 from cohort.common.errors import ConfigError
 from cohort.common.hub.model_source import find
 from cohort.services.bench.child import Report, run_child, shown_on
@@ -241,7 +241,7 @@ def _measured(args: argparse.Namespace, report: Report) -> EngineReport:
     if model:
         overrides["model"] = model
     config = load_config(overrides=overrides)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     with tempfile.TemporaryDirectory() as folder:
         merged, output = Path(folder) / "config.yaml", Path(folder) / "report.json"
         merged.write_text(dump_config(config), encoding="utf-8")

@@ -8,10 +8,10 @@ of positions has no bubble.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
+from cohort.common.devices.cores import usable_cores
 from cohort.services.bench.output import markdown_table
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     overrides = {"engine": {"device": "cpu"}, "kv": {"memory_bytes": args.memory_bytes, "host_memory_bytes": 0}}
     config = load_config(preset=args.preset, overrides=overrides)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     runner = load_runner(config, args.threads or config.default_threads(cores))
     runner.warm_up()
     few = measure(runner, few_long_among_short(args.rows, args.short, args.long), args.rounds)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cohort.common.devices.cores import usable_cores
 from cohort.common.errors import busy
 from cohort.common.policies.fair_queue import FairQueue
 from cohort.common.types import RequestId
@@ -59,7 +59,7 @@ class TextBudget:
         """Text whose turn it is, while it is too large for what is left."""
         self._arrived = self._running = 0
         # Half of the processors: the event loop and its other threads go on.
-        self._most_running = max(1, len(os.sched_getaffinity(0)) // 2)
+        self._most_running = max(1, usable_cores() // 2)
         self._threads = ThreadPoolExecutor(self._most_running, "long texts")
         self._untrimmed = 0
 

@@ -15,12 +15,12 @@ import msgspec
 
 from cohort.common.addresses import MONITOR
 from cohort.common.config import Config
+from cohort.common.devices.cores import usable_cores
 from cohort.common.errors import ConfigError
 from cohort.common.http import ports
 from cohort.common.http.exposure import is_loopback
 from cohort.common.planning.orders import socket_of
 from cohort.common.transport.security import generate_keys
-from cohort.services.launcher import preflight
 from cohort.services.launcher.box import on_box, summary
 from cohort.services.launcher.hosts import Pipeline
 from cohort.services.launcher.on_ray.actors import Actors
@@ -64,7 +64,7 @@ def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, work
     facts = cluster.survey(model, with_weights=config.model.weights == "files")
     gpus = gpus_of(cluster.nodes, facts)
     config = on_box(config, gpus, workers_given=workers_given, model=model)
-    cores = preflight.usable_cores()
+    cores = usable_cores()
     if not cluster.local:
         config = with_threads(config, cluster.nodes, len(at))
     config = resolve(config, model=model, cores=cores, free_port=ports.free_port)

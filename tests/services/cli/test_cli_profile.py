@@ -40,7 +40,7 @@ def test_the_target_forward_size_of_a_profile(tmp_path: Path) -> None:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """No engine and no pipeline: times that known constants make. What the command asked for is noted."""
     monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("cohort.services.cli.machine_files.local_cores", lambda: 2)
+    monkeypatch.setattr("cohort.services.cli.profile.usable_cores", lambda: 2)
     asked: dict[str, Any] = {"shape": {}, "live": 0, "busy": 0.0, "noise": Random(0)}
 
     def run_engine(config: Any, output: Path, **options: Any) -> int:

@@ -135,10 +135,6 @@ def test_the_open_file_limit_is_raised_within_the_hard_one():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_cores_are_at_least_one():
-    assert preflight.usable_cores() >= 1
-
-
 def test_an_adapter_that_no_worker_would_serve_is_named(tmp_path: Path):
     base = tmp_path / "base"
     base.mkdir()

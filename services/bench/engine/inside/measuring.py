@@ -28,6 +28,7 @@ import torch
 from cohort import __version__
 from cohort.common import paths
 from cohort.common.config import Config, load_config
+from cohort.common.devices.cores import usable_cores
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.worker.worker_process import load_runner
@@ -245,7 +246,7 @@ def machine(threads: int, dtype: str, load_before: float) -> Machine:
     return Machine(
         processor=name,
         features=[feature for feature in _FEATURES if feature in flags],
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         threads=threads,
         dtype=dtype,
         kernels=native.implementation(),

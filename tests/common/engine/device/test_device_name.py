@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from cohort.common.engine.device.device_name import device_name, own_cores, ranges
+from cohort.common.devices.cores import own_cores
+from cohort.common.engine.device.device_name import device_name, ranges
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,8 @@ def test_the_same_cores_are_the_same_device_in_every_process_and_others_are_not(
     program = (
         "import sys, types; torch = types.SimpleNamespace(type='cpu', float32=1, bfloat16=2, float16=3); "
         "sys.modules['torch'] = torch; "
-        "from cohort.common.engine.device.device_name import device_name, own_cores; "
+        "from cohort.common.devices.cores import own_cores; "
+        "from cohort.common.engine.device.device_name import device_name; "
         "print(device_name(torch, own_cores(), threads=999, instance='other'))"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

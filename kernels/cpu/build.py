@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -66,13 +67,22 @@ def _cpu_identity() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
+def _refused_flags() -> tuple[str, ...]:
+    """Return flags that leave out Intel's matrix unit where the system does not let this process use it."""
+    if "amx_tile" not in _cpu_identity().split():
+        return ()
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    granted = ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return () if granted else ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+
+
 def build_key() -> str:
     """Return the name of a build: same key, same library."""
     digest = hashlib.sha256()
     for source in sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in {".h", ".cpp"}):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     abi = torch.compiled_with_cxx11_abi()
-    digest.update(f"{torch.__version__} {abi} {COMPILE_FLAGS} {_cpu_identity()}".encode())
+    digest.update(f"{torch.__version__} {abi} {COMPILE_FLAGS} {_refused_flags()} {_cpu_identity()}".encode())
     return digest.hexdigest()[:24]
 
 
@@ -127,12 +137,13 @@ def _compile(compiler: str, work: Path, report: Callable[[str], None]) -> Path:
     root = Path(torch.__file__).parent
     include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    refused = _refused_flags()
     sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first
     objects = [work / f"{source.stem}.o" for source in sources]
     report(f"compiling 0/{len(sources)}")
     with ThreadPoolExecutor(max_workers=max(1, min(len(sources), os.cpu_count() or 1))) as pool:
         jobs = [
-            pool.submit(_run, [compiler, *COMPILE_FLAGS, abi, *include, "-c", str(source), "-o", str(target)])
+            pool.submit(_run, [compiler, *COMPILE_FLAGS, *refused, abi, *include, "-c", str(source), "-o", str(target)])
             for source, target in zip(sources, objects, strict=True)
         ]
         for done, job in enumerate(as_completed(jobs), start=1):

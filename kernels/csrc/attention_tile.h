@@ -333,11 +333,13 @@ void attend_by(const Step<T>& step, const Task& task, float* partial, int64_t pa
 // `partial`: [tile of the merge group][column], or null.
 template <typename T>
 void attend(const Step<T>& step, const Task& task, float* partial, int64_t partial_tile, Scratch& scratch) {
-  if (by_matrix_unit<T>()) return attend_by<Way::kMatrixUnit>(step, task, partial, partial_tile, scratch);
-  if (columns_of(task, step.group) <= kMostFew && read_in_place<T>(step.cache)) {
-    return attend_by<Way::kInPlace>(step, task, partial, partial_tile, scratch);
+  if constexpr (kByMatrixUnit<T>) {
+    attend_by<Way::kMatrixUnit>(step, task, partial, partial_tile, scratch);
+  } else if (columns_of(task, step.group) <= kMostFew && read_in_place<T>(step.cache)) {
+    attend_by<Way::kInPlace>(step, task, partial, partial_tile, scratch);
+  } else {
+    attend_by<Way::kPacked>(step, task, partial, partial_tile, scratch);
   }
-  attend_by<Way::kPacked>(step, task, partial, partial_tile, scratch);
 }
 
 }  // namespace cohort

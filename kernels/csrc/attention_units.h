@@ -52,9 +52,7 @@ struct Units<bf16> {
 
 // Whether the matrix unit multiplies what is in T.
 template <typename T>
-inline bool by_matrix_unit() {
-  return Units<T>::kElements == 2 && matrix_unit_granted();
-}
+constexpr bool kByMatrixUnit = kHasMatrixUnit && Units<T>::kElements == 2;
 
 template <typename T>
 inline int units_of(int elements) {

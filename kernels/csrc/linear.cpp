@@ -131,27 +131,26 @@ void multiply(const at::Tensor& x, const at::Tensor& panels, Finish&& finish) {
   const T* packed = static_cast<const T*>(panels.const_data_ptr());
   const int64_t rows = x.size(0), x_stride = x.stride(0), count = panels.size(0), steps = panels.size(1);
   const int64_t panel_size = steps * P::kInputs * kPanel;
+  if constexpr (P::kInputs == 2 && kHasMatrixUnit) {
 #if defined(COHORT_MATRIX_UNIT)
-  if constexpr (P::kInputs == 2) {
-    if (matrix_unit_granted()) {
-      const bf16* last = last_rows(input, x_stride, rows, 2 * steps);
-      auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
-        const bool copied = last && count < kUnitRows;
-        const bf16* from = copied ? last : input + first * x_stride;
-        const int64_t stride = copied ? 2 * steps : x_stride;
-        const bf16* weights = packed + panel * panel_size;
-        count > kUnitRows / 2 ? unit_tile<true>(from, stride, weights, steps, sums)
-                              : unit_tile<false>(from, stride, weights, steps, sums);
-      };
-      return for_each_panel<kUnitRows, MatrixUnit>(rows, 4 * steps, count, rows * count * panel_size, sums_of, finish);
-    }
-  }
+    const bf16* last = last_rows(input, x_stride, rows, 2 * steps);
+    auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
+      const bool copied = last && count < kUnitRows;
+      const bf16* from = copied ? last : input + first * x_stride;
+      const int64_t stride = copied ? 2 * steps : x_stride;
+      const bf16* weights = packed + panel * panel_size;
+      count > kUnitRows / 2 ? unit_tile<true>(from, stride, weights, steps, sums)
+                            : unit_tile<false>(from, stride, weights, steps, sums);
+    };
+    for_each_panel<kUnitRows, MatrixUnit>(rows, 4 * steps, count, rows * count * panel_size, sums_of, finish);
 #endif
-  auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
-    tile_of<T>(count, input + first * x_stride, x_stride, packed + panel * panel_size, steps, sums);
-  };
-  const int64_t row_bytes = steps * P::kInputs * int64_t(sizeof(T));
-  for_each_panel<kMaxRows>(rows, row_bytes, count, rows * count * panel_size, sums_of, finish);
+  } else {
+    auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
+      tile_of<T>(count, input + first * x_stride, x_stride, packed + panel * panel_size, steps, sums);
+    };
+    const int64_t row_bytes = steps * P::kInputs * int64_t(sizeof(T));
+    for_each_panel<kMaxRows>(rows, row_bytes, count, rows * count * panel_size, sums_of, finish);
+  }
 }
 
 bool is_float(const at::Tensor& x) {

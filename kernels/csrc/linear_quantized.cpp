@@ -19,6 +19,8 @@
 // multiply-adds per lane and instruction where the processor has VNNI (or AVX2's pairs). Units are added in order, in
 // one float32 accumulator an output: a row's result has the same bits whatever other rows stand beside it. Rounding x
 // adds to a product at most Σ over units of |x|max / 254 · Σ |weight|; see `docs/models.md`.
+#include <c10/util/FunctionRef.h>
+
 #include <cmath>
 #include <vector>
 
@@ -42,6 +44,10 @@ constexpr bool kUnsignedBytes = true;  // the instruction multiplies unsigned co
 #else
 constexpr bool kUnsignedBytes = false;
 #endif
+
+// What becomes of a row's sums of a panel: called, not inlined, since eight kinds of weights times seven kinds of outputs
+// take a compiler 15 s.
+using Finish = c10::function_ref<void(int64_t row, int64_t panel, float* sums)>;
 
 // Stands at the head of packed data, which therefore says itself what it is.
 struct Header {
@@ -199,8 +205,8 @@ void tile_of(int rows, const Rounded<U>* x, int64_t units, const uint8_t* strip,
   }
 }
 
-template <int Bits, int U, bool kOffsets, typename T, typename Finish>
-void multiply_as(const at::Tensor& x, const Part& part, Finish&& finish) {
+template <int Bits, int U, bool kOffsets, typename T>
+void multiply_as(const at::Tensor& x, const Part& part, Finish finish) {
   const Header& header = part.header();
   const T* input = static_cast<const T*>(x.const_data_ptr());
   const uint8_t* packed = part.data + sizeof(Header);
@@ -224,8 +230,8 @@ void multiply_as(const at::Tensor& x, const Part& part, Finish&& finish) {
   for_each_panel<kTileRows>(rows, inputs, header.panels(), work, sums_of, finish);
 }
 
-template <typename T, typename Finish>
-void multiply_e4m3(const at::Tensor& x, const Part& part, Finish&& finish) {
+template <typename T>
+void multiply_e4m3(const at::Tensor& x, const Part& part, Finish finish) {
   const Header& header = part.header();
   const T* input = static_cast<const T*>(x.const_data_ptr());
   const uint8_t* packed = part.data + sizeof(Header);
@@ -240,8 +246,8 @@ void multiply_e4m3(const at::Tensor& x, const Part& part, Finish&& finish) {
   for_each_panel<kTileRows>(rows, inputs * int64_t(sizeof(T)), header.panels(), work, sums_of, finish);
 }
 
-template <typename T, typename Finish>
-void multiply(const at::Tensor& x, const Part& part, Finish&& finish) {
+template <typename T>
+void multiply(const at::Tensor& x, const Part& part, Finish finish) {
   const Header& header = part.header();
   if (header.e4m3) return multiply_e4m3<T>(x, part, finish);
   const int kind = (header.bits == 8 ? 4 : 0) + (header.unit == 16 ? 2 : 0) + header.offsets;

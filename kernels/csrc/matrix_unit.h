@@ -18,16 +18,18 @@ constexpr int kUnitPairs = 16;  // pairs of inputs of an instruction
 
 #if !defined(COHORT_MATRIX_UNIT)
 
-inline bool matrix_unit_granted() { return false; }
+constexpr bool kHasMatrixUnit = false;
 struct MatrixUnit {};
 
 #else
 
-// Whether the system lets this process use the unit: asked once, for all its threads and what it forks.
-inline bool matrix_unit_granted() {
+constexpr bool kHasMatrixUnit = true;
+
+// Asks the system to let this process use the unit: once, for all its threads and what it forks. Where it refuses, the build
+// leaves the unit out (build.py).
+inline bool request_matrix_unit() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return granted;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
 // The compiler's intrinsics for tiles do not say what memory they read and write.

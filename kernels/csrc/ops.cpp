@@ -3,6 +3,8 @@
 
 #include <torch/library.h>
 
+#include "matrix_unit.h"
+
 namespace cohort {
 namespace {
 
@@ -18,6 +20,9 @@ bool processor_suffices() {
 #endif
 #if defined(__AVX512BF16__)
   if (!__builtin_cpu_supports("avx512bf16")) return false;
+#endif
+#if defined(COHORT_MATRIX_UNIT)
+  if (!request_matrix_unit()) return false;
 #endif
 #endif
   return true;

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,24 @@ def test_another_processor_or_source_is_another_build(monkeypatch, tmp_path):
     with (tmp_path / "simd.h").open("a") as header:
         header.write("\n")
     assert build_key() != key
+
+
+@pytest.mark.parametrize(("answer", "left_out"), [(0, False), (-1, True)])
+def test_a_matrix_unit_that_the_system_refuses_is_left_out(monkeypatch, tmp_path, fake_compiler, answer, left_out):
+    asked = []
+    monkeypatch.setattr(build_module, "_cpu_identity", lambda: "amx_bf16 amx_tile avx2")
+    kernel = SimpleNamespace(syscall=lambda *request: asked.append(request) or answer)
+    monkeypatch.setattr(build_module.ctypes, "CDLL", lambda _: kernel)
+    build(tmp_path)
+    assert set(asked) == {(158, 0x1023, 18)}
+    compilations = [line for line in fake_compiler.read_text().splitlines() if "-c" in line.split()]
+    assert len(compilations) == len(list(build_module.SOURCE_DIR.glob("*.cpp")))
+    assert all(("-mno-amx-tile" in line) == left_out for line in compilations)
+    key = build_key()
+    monkeypatch.setattr(build_module, "_cpu_identity", lambda: "avx2")
+    asked.clear()
+    assert build_key() != key
+    assert asked == [], "a processor without one"
 
 
 def test_a_failing_compiler_is_named_with_its_words(monkeypatch, tmp_path):

@@ -103,11 +103,13 @@ def small_model(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -
 
 
 @pytest.fixture(scope="session")
-def standard(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+def standard(tmp_path_factory: pytest.TempPathFactory, small_model: Path, default_model: Path) -> Iterator[Pipeline]:
     """A running pipeline in which every request crosses two workers, for all live tests that need no other: to start
-    one takes seconds. A test that breaks a part of it starts it again and leaves nothing behind."""
+    one takes seconds. A test that breaks a part of it starts it again and leaves nothing behind.
+    Clients of other projects are given text that makes sense."""
     from tests.e2e.pipeline import CONTEXT_LIMIT, Pipeline
 
     overrides = {"model": {"max_model_len": CONTEXT_LIMIT}, "kv": {"memory_bytes": 200 << 20}}
-    with Pipeline(tmp_path_factory.mktemp("standard"), default_model, overrides, preset="disaggregated") as running:
+    model = default_model if os.environ.get("COHORT_CLIENTS") else small_model
+    with Pipeline(tmp_path_factory.mktemp("standard"), model, overrides, preset="disaggregated") as running:
         yield running

@@ -23,6 +23,7 @@ import yaml
 
 from cohort.common.http.ports import free_port
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
+from cohort.services.bench.live.pipelines import UNLEARNED
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
@@ -56,6 +57,7 @@ class Containers:
         config["monitor"].update(host="127.0.0.1", port=self.monitor)
         config["metrics"]["host"] = "127.0.0.1"
         config["endpoints"] = {**self.endpoints, "bind_host": "127.0.0.1"}
+        config["predictor"] = dict(UNLEARNED)
         config["kv"] = {"memory_bytes": 64 << 20, "host_memory_bytes": 0}
         config["model"] = {"dtype": "float32"}  # of which the right answer is known
         self._config = yaml.safe_dump(config)

@@ -26,8 +26,16 @@ from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-OTHERS = ["alignedserve", "bros", "unified", *(f"baseline-{name}" for name in ("distserve", "vllm", "fastserve"))]
-PRESETS = ["bucketserve", "dynaserve", "ecoserve", "cohort", *(OTHERS if nightly() else [])]
+OTHERS = [
+    "dynaserve",
+    "ecoserve",
+    "alignedserve",
+    "bros",
+    "unified",
+    *(f"baseline-{name}" for name in ("distserve", "vllm", "fastserve")),
+]
+PRESETS = ["bucketserve", "cohort", *(OTHERS if nightly() else [])]
+"""By default one whose KV moves, and what serves where nothing else is asked for; `tests/cluster` replays every one."""
 BLOCK_BYTES = 12_288
 """Of the tiny model: 16 positions, 3 layers, 2 heads of 16, float32."""
 CACHE_BLOCKS = 36

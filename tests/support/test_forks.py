@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forks
+from tests.support.kinds import by_default
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +95,7 @@ def test_fixtures_of_a_session_end_with_each_fork_and_an_error_there_is_seen(tmp
     assert ran and ran == ended
 
 
-@pytest.mark.parametrize("options", [("-x",), ("--maxfail=2",)], ids=str)
+@pytest.mark.parametrize("options", by_default([("-x",), ("--maxfail=2",)], ("--maxfail=2",)), ids=str)
 def test_a_limit_of_failures_ends_all(tmp_path: Path, options: tuple[str, ...]) -> None:
     failing = "import time\n" + "".join(f"def test_{index}():\n    assert 0\n" for index in range(200))
     done = run(tmp_path, {f"test_{name}.py": failing for name in "ab"}, *options)
@@ -127,4 +131,5 @@ def test_parts_are_disjoint_and_together_everything(tmp_path: Path) -> None:
     ]
     assert sorted(map(len, ran)) == [2, 3]
     assert len({line for part in ran for line in part}) == 5
-    assert "2/5 is the second of five" in run(tmp_path, files, "--part", "3/2").stderr
+    with pytest.raises(argparse.ArgumentTypeError, match="2/5 is the second of five"):
+        forks._part("3/2")

@@ -241,7 +241,8 @@ class World:
         self.run(limit_s, lambda: all(owned.over for owned in self.owned.values()))
         unfinished = sorted(name for name, owned in self.owned.items() if not owned.over)
         assert not unfinished, f"{len(unfinished)} requests never ended: {unfinished[:5]}"
-        self.run(self.now_s + 20.0)
+        self.run(self.now_s + 20.0, self._empty)
+        self.run(self.now_s + 6.0)  # longer than a lease, a silence or a message under way lasts
         for node in self.workers.values():
             if node.alive:
                 machine = node.worker
@@ -255,6 +256,10 @@ class World:
         for node in self.managers:
             assert (node.machine.live, node.machine.waiting) == (0, 0), node.name
         assert len(self.gateway.ledger) == 0
+
+    def _empty(self) -> bool:
+        workers = [node.worker for node in self.workers.values() if node.alive]
+        return not len(self.gateway.ledger) and all(worker.idle and not worker.kv.owners() for worker in workers)
 
     def check_outputs(self) -> None:
         for name, owned in self.owned.items():

@@ -50,6 +50,8 @@ def test_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert len(text) > 20
+    if not nightly():  # weights are random
+        return
     question = {"role": "user", "content": "What is the capital of France?"}
     known = client.chat.completions.create(model=model, messages=[question], max_tokens=40, temperature=0)  # type: ignore[list-item]
     assert "Paris" in (known.choices[0].message.content or "")
@@ -108,14 +110,15 @@ def test_every_process_has_metrics_and_the_monitor_has_all(standard: Pipeline) -
         assert f"cohort_{family}" in merged
 
 
-def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, default_model: Path) -> None:
+def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline) -> None:
     """Tokens of `transformers.generate`; the longest prompt and its answer take the whole context."""
-    prompts = make_prompts(Tokenizer.from_file(str(default_model / "tokenizer.json")))
+    model = Path(standard.config.model.path)
+    prompts = make_prompts(Tokenizer.from_file(str(model / "tokenizer.json")))
     if not nightly():
         prompts = [*prompts[3:14:10], *prompts[27:29]]
     random = Random(21)
     prompts.append([random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - NEW_TOKENS)])
-    goldens = golden_outputs(default_model, prompts, NEW_TOKENS)
+    goldens = golden_outputs(model, prompts, NEW_TOKENS)
     before = standard.heard("decode-0").get("transfers_total", 0.0)
     failed = standard.heard("decode-0").get("transfer_failures_total", 0.0)
     compare(goldens, standard.complete_all([ask(g) for g in goldens]))
@@ -128,6 +131,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, de
     standard.assert_nothing_left()
 
 
+@another_of_its_kind()  # `tests/chaos/test_chaos.py` restarts every process under requests
 def test_a_drained_worker_finishes_its_requests(standard: Pipeline) -> None:
     async def run(pipeline: Pipeline) -> None:
         async with aiohttp.ClientSession() as session:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import stat
 import subprocess
 import sys
@@ -135,8 +133,8 @@ def test_nothing_listens_beyond_loopback(served: Containers):
 
 
 def test_a_launcher_has_the_workers_alone(served: Containers):
-    """The container with all workers of a host, in place of the two: a worker that is killed comes again; all that it
-    logs goes to the launcher's output, and the container is healthy when all are ready."""
+    """The container with all workers of a host, in place of the two: all that they log goes to the launcher's output,
+    and the container is healthy when all are ready. `tests/services/launcher/test_serve.py` kills a worker."""
     before = complete(served, KEY)
     for name in WORKERS:
         served.processes[name].terminate()
@@ -150,11 +148,9 @@ def test_a_launcher_has_the_workers_alone(served: Containers):
         time.sleep(0.05)
     assert subprocess.run(status, capture_output=True, check=False).returncode == 0
     assert complete(served, KEY) == before
-    [worker] = json.loads((run / "launcher.json").read_bytes())["processes"].values()
-    os.kill(worker["pid"], signal.SIGKILL)
-    assert complete(served, KEY) == before
+    assert len(json.loads((run / "launcher.json").read_bytes())["processes"]) == 1
     logged = [json.loads(line) for line in served.log("workers").splitlines() if line.startswith("{")]
-    assert len([each for each in logged if each["event"] == "step times"]) == 2  # as each life of the worker begins
+    assert len([each for each in logged if each["event"] == "step times"]) == 1  # as the worker begins
     assert not list((run / "logs").iterdir())
 
 

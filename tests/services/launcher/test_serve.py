@@ -25,6 +25,7 @@ from tests.gguf_models import add_tokenizer, random_model, write_gguf
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 SMALL = ["--set", "kv.memory_bytes=67108864", "--set", "kv.host_memory_bytes=0", "--set", "engine.device=cpu"]
+SMALL += ["--set", "predictor.learns=false"]  # to import what a training needs takes seconds, and an end waits for it
 
 
 class Serve:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 def test_a_few_streams_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, report = tiny_model.write(tmp_path / "model"), tmp_path / "cost.json"
     load = ["--streams", "3", "--tokens-per-s", "30", "--users", "2", "--seconds", "1"]
+    load += ["--set", "predictor.learns=false"]  # to import what a training needs takes seconds
     assert main(["token-cost", *load, "--model", str(model), "--json", str(report)]) == 0
     costs = json.loads(report.read_text())
     (found,), (requests,) = costs["streams"], costs["requests"]

@@ -51,9 +51,9 @@ WITHIN = 3.0
 """Times its own service within which a request is wanted."""
 
 
-def server(count: int) -> tuple[Load, float]:
+def server(count: int, pace: float = PACE) -> tuple[Load, float]:
     """Return instances of one row each, and the seconds that their requests take."""
-    config, cluster = lab.config("unified", engine={"max_rows": 1}), lab.cluster(count, pace=PACE)
+    config, cluster = lab.config("unified", engine={"max_rows": 1}), lab.cluster(count, pace=pace)
     service_s = lab.run(config, cluster, lab.workload((0.0, 64, 8))).clients.all.jct.max_s
     slo = Slo(deadline_s=WITHIN * service_s)
     return Load(config, cluster, lab.MODEL, traffic("64x8", slo), SimOptions()), service_s
@@ -104,7 +104,9 @@ def test_a_burst_is_no_capacity():
 
 def test_a_point_lasts_as_long_as_its_requests():
     """More than ten at once: two hundred arrive in less than twenty of their times."""
-    load = replace(server(1)[0], config=lab.config("unified"), traffic=traffic("64x120", Slo(deadline_s=500.0)))
+    load = replace(
+        server(1, 4 * PACE)[0], config=lab.config("unified"), traffic=traffic("64x30", Slo(deadline_s=500.0))
+    )
     point = load.point(0.6, 0.9)
     assert point.holds(0.9) and point.mean_s > 10.0 and point.window_s >= MEAN_TIMES * point.mean_s > 200 / 0.6
 

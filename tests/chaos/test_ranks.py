@@ -17,6 +17,7 @@ from tests.chaos.streams import DECODE
 from tests.e2e.equality.golden import Golden, golden_outputs
 from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Answer, Pipeline
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -74,7 +75,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("victim", ["rank 1", "rank 0"])
+@pytest.mark.parametrize("victim", ["rank 1", pytest.param("rank 0", marks=another_of_its_kind())])
 def test_a_killed_rank_costs_a_pause_and_nothing_else(pipeline: Pipeline, goldens: list[Golden], victim: str) -> None:
     worker = pipeline.processes[DECODE]
     (follower,) = ranks_of(worker.pid)

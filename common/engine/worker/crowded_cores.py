@@ -25,10 +25,12 @@ log = structlog.get_logger(__name__)
 _LOOK_S = 0.25
 _ENOUGH_NS = 50_000_000
 """Time for which the calling thread must have been ready between two looks: while requests are few, looks are, too."""
+_REST_S = 1.0
+"""Time without work after which a look only begins: a request comes with a client that computes, too."""
 _SPEEDUP = 0.75
 """N threads make a step N to this power faster: between decode rows, bound by memory, and prompts."""
 _SURE = 0.95
-_REST = 0.6
+_REMAINDER = 0.6
 """What other programs may use of the core of a thread that is added, over the number of cores: less than what takes a
 thread away."""
 _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 300.0
@@ -69,10 +71,12 @@ class CrowdedCores:
         self._look_at_s = now_s + _LOOK_S
         times = self._thread_times()
         spent = {each: _difference(now, self._before.get(each, now)) for each, now in times.items()}
-        if self._before and sum(spent.get(threading.get_native_id(), (0, 0))) < _ENOUGH_NS:
-            return self.threads
         if self._before:
-            self._adjust(spent, now_s)
+            ready_ns = sum(spent.get(threading.get_native_id(), (0, 0)))
+            if now_s - self._looked_s - ready_ns / 1e9 <= _REST_S:
+                if ready_ns < _ENOUGH_NS:
+                    return self.threads
+                self._adjust(spent, now_s)
         self._before, self._looked_s = times, now_s
         self._idle_before_s = self._idle_s(self._cores) if self.threads < self._most else None
         assert 1 <= self.threads <= self._most
@@ -95,7 +99,7 @@ class CrowdedCores:
             wanted, self._tried, self._try_at_s = best, False, now_s + self._pause_s
         elif wanted < self._most:
             self._tried = now_s >= self._try_at_s
-            if self._tried or self._idle_cores(now_s) >= 1.0 - _REST / len(self._cores):
+            if self._tried or self._idle_cores(now_s) >= 1.0 - _REMAINDER / len(self._cores):
                 wanted += 1
         if wanted != self.threads:
             self.threads = wanted

@@ -98,6 +98,15 @@ def test_short_steps_are_judged_over_several_looks() -> None:
     assert machine.crowded.threads == 1, "60 ms"
 
 
+def test_after_a_rest_a_look_only_begins() -> None:
+    machine = Machine(cores=2, busy=4, threads=2)
+    machine.pass_by(1)
+    machine.now_s += 5.0
+    machine.pass_by(1)
+    assert machine.crowded.threads == 2
+    assert machine.crowded.look() == 1
+
+
 def test_a_kernel_that_tells_nothing_changes_nothing() -> None:
     machine = Machine(cores=2, busy=4, threads=2)
     machine.times.clear()

@@ -31,15 +31,15 @@ _SPEEDUP = 0.75
 """N threads make a step N to this power faster: between decode rows, bound by memory, and prompts."""
 _SURE = 0.95
 _REMAINDER = 0.6
-"""What other programs may use of the core of a thread that is added, over the number of cores: less than what takes a
-thread away."""
+"""Share of an added thread's core that other programs may use, over the number of cores: less than what takes a thread
+away."""
 _PAUSE_S, _LONGEST_PAUSE_S = 10.0, 300.0
-"""Where no core is idle the others may still give way, as programs of less weight do: a thread more is tried after a
-pause, twice as long after each that was in vain."""
+"""Pause after which a thread more is tried where no core is idle, since programs of less weight give way; twice as long
+after each try in vain."""
 _LOGGED_EVERY_S = 60.0
 
 Times = dict[int, tuple[int, int]]
-"""By thread: nanoseconds on a core, and nanoseconds ready without one."""
+"""Nanoseconds on a core, and nanoseconds ready without one, by thread."""
 
 
 class CrowdedCores:
@@ -114,7 +114,7 @@ class CrowdedCores:
     def _speed(self, threads: int, others: float) -> float:
         """Return the speed of a step over that of one thread alone: it moves while all its threads have a core."""
         share = min(1.0, len(self._cores) / (threads + others))
-        return threads**_SPEEDUP * share**threads
+        return float(threads**_SPEEDUP * share**threads)
 
     def _idle_cores(self, now_s: float) -> float:
         idle_s = self._idle_s(self._cores)

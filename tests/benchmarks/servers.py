@@ -66,11 +66,12 @@ def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_token
     def opponent(name: str, place: Path, at: int, command: tuple[str, ...], *packages: str, **more: str) -> Server:
         return Server(name, at, command, (str(place / "bin/python"), *version, *packages), more)
 
-    def llama_cpp(name: str, at: int) -> Server:
+    def llama_cpp(name: str, at: int, *options: str) -> Server:
         place = folder / name
         command = (
             str(place / "llama-server"), "--model", str(place / "model.gguf"), "-np", "16", "-t", str(threads),
             "-c", str(16 * (1024 + prompt_tokens)), "--host", "127.0.0.1", "--port", str(at),
+            *options,
         )  # fmt: skip
         # The build knows no number of its own: `make` has noted the package's.
         noted = ("sh", "-c", 'cat "$1/.complete" && "$1/llama-server" --version 2>&1', "sh", str(place))
@@ -96,7 +97,7 @@ def all_servers(folder: Path, model: Path, port: int, threads: int, prompt_token
             "openvino", "openvino-genai",
         ),
         llama_cpp("llama.cpp", port + 80),
-        llama_cpp("ik_llama.cpp", port + 90),
+        llama_cpp("ik_llama.cpp", port + 90, "--log-disable"),  # of its own, in the folder it starts in
     ]  # fmt: skip
     return [
         pipeline("cohort", port),

@@ -1,7 +1,8 @@
 """Threads of a step on a processor that programs of others use too: fewer while these take the cores of some.
 
 Threads of a step wait for each other in every operator. One whose core a busy program has holds up all of them, and
-they spin until it is back: beside two busy programs on two cores, two threads made 1 token a second where one makes 28.
+they spin until it is back: beside two busy programs on two cores, two threads made 1 to 16 tokens a second where one
+makes 23.
 The kernel tells how long each thread was ready and had no core, and how long cores were idle. Where it does not, as
 outside Linux, the number stays what it is.
 
@@ -30,6 +31,7 @@ _REST_S = 1.0
 _SPEEDUP = 0.75
 """N threads make a step N to this power faster: between decode rows, bound by memory, and prompts."""
 _SURE = 0.95
+"""Share of the best speed from which on the number of threads stays."""
 _REMAINDER = 0.6
 """Share of an added thread's core that other programs may use, over the number of cores: less than what takes a thread
 away."""
